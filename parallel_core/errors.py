@@ -1,0 +1,63 @@
+"""Every error that parallel_core raises on purpose; one base class catches them all."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "ConfigError",
+    "ParallelCoreError",
+    "ProcessGroupError",
+    "RankError",
+    "StateDictError",
+    "StrategyError",
+    "WrapError",
+    "did_you_mean",
+]
+
+
+class ParallelCoreError(Exception):
+    """The base of all errors of this package.
+
+    An error is built from one message, so that it can be sent to another rank and raised there as the same error.
+    """
+
+
+class ConfigError(ParallelCoreError):
+    """The configuration is not valid; `problems` lists everything that is wrong with it, a line each."""
+
+    def __init__(self, problems: str | tuple[str, ...] | list[str]) -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return self.problems[0]
+        return "\n  - ".join([f"{len(self.problems)} problems in the configuration:", *self.problems])
+
+
+class StrategyError(ParallelCoreError):
+    """A strategy is unknown, can't be loaded, or breaks the contract of the hooks."""
+
+
+class WrapError(ParallelCoreError):
+    """A model or an optimizer can't be wrapped as the configuration asks; nothing has been changed."""
+
+
+class StateDictError(ParallelCoreError):
+    """A state dict does not fit the model or the optimizer; nothing has been loaded."""
+
+
+class ProcessGroupError(ParallelCoreError):
+    """The ranks can't be brought together, or can't talk to each other as asked."""
+
+
+class RankError(ParallelCoreError):
+    """Something failed on one rank that is not an error of this package; raised on every rank, naming that rank."""
+
+
+def did_you_mean(found: str, allowed: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for the allowed name nearest to the one found, or nothing where none is near."""
+    nearest = difflib.get_close_matches(found, list(allowed), n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
