@@ -1,0 +1,160 @@
+"""What ranks do together: agree on errors, compare values and hand them on.
+
+For strategy authors too. Every function here is a collective over the default process group: call it on every rank at
+the same point. Without a process group each of them is the plain answer of a world of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel_core.errors import ParallelCoreError, RankError
+
+__all__ = [
+    "agree",
+    "agreement",
+    "all_gather",
+    "bits",
+    "broadcast",
+    "broadcast_tensor",
+    "differing_tensors",
+    "rank",
+    "world_size",
+]
+
+
+def rank() -> int:
+    """Return this process's rank, 0 where there is no process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Return the number of ranks, 1 where there is no process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def all_gather(value: Any) -> list[Any]:
+    """Return every rank's value, by rank. The values are pickled: small ones only, never tensors."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast(value: Any) -> Any:
+    """Return rank 0's value on every rank; what the other ranks pass is ignored. Pickled, as in `all_gather`."""
+    if world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+@contextmanager
+def agreement(kind: type[ParallelCoreError] = RankError) -> Iterator[None]:
+    """Run the block on every rank; if it fails on any of them, raise one and the same error on all.
+
+    The block must not contain a collective that a failing rank would miss.
+
+    Args:
+        kind: the class of the error raised for a failure that is not an error of parallel_core.
+
+    Raises:
+        ParallelCoreError: the block failed somewhere; see `agree`.
+    """
+    caught: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        caught = error
+    agree(caught, kind)
+
+
+def agree(error: Exception | None, kind: type[ParallelCoreError] = RankError) -> None:
+    """Raise the same error on every rank if any rank has one; return if none has.
+
+    The message names the ranks that failed, unless all of them failed in the same way. On a rank that failed, its own
+    error is chained as the cause.
+
+    Args:
+        error: what went wrong on this rank, or None.
+        kind: the class raised for an error that is not one of parallel_core; its message then names the original class.
+    """
+    mine: tuple[type[ParallelCoreError], str] | None = None
+    if isinstance(error, ParallelCoreError):
+        mine = (type(error), str(error))
+    elif error is not None:
+        mine = (kind, f"{type(error).__name__}: {error}")
+    verdicts = all_gather(mine)
+    failed = {index: verdict for index, verdict in enumerate(verdicts) if verdict is not None}
+    if not failed:
+        return
+    error_class = failed[min(failed)][0]
+    ranks_by_message: dict[str, list[int]] = {}
+    for index, (_, message) in failed.items():
+        ranks_by_message.setdefault(message, []).append(index)
+    if len(failed) == len(verdicts) and len(ranks_by_message) == 1:
+        if isinstance(error, error_class):
+            raise error
+        raise error_class(next(iter(ranks_by_message))) from error
+    lines = [f"{_rank_list(indices)}: {message}" for message, indices in ranks_by_message.items()]
+    raise error_class("\n".join(lines)) from error
+
+
+def broadcast_tensor(tensor: torch.Tensor) -> None:
+    """Overwrite a plain tensor with rank 0's, bit for bit; shape and dtype must be the same on every rank."""
+    if world_size() == 1 or tensor.numel() == 0:
+        return
+    # Bytes, because a backend refuses some dtypes (bool, complex, fp8) that nobody wants to be computed with here.
+    contiguous = tensor.detach().contiguous()
+    data = contiguous.reshape(-1).view(torch.uint8)
+    staged = data.to(_reachable_device(data.device))
+    dist.broadcast(staged, src=0)
+    if staged.data_ptr() != tensor.data_ptr():
+        data.copy_(staged)
+        if contiguous.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(contiguous)
+
+
+def differing_tensors(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names whose tensors are not the same bits on every rank; the same list on every rank.
+
+    Names, shapes and dtypes must be the same on every rank. Costs a broadcast, and the memory, of one tensor at a time.
+    """
+    mine = []
+    for name, tensor in tensors.items():
+        expected = tensor.detach().clone(memory_format=torch.contiguous_format)
+        broadcast_tensor(expected)
+        # NaN differs from itself as a number, not as bits.
+        if not torch.equal(bits(expected), bits(tensor)):
+            mine.append(name)
+    found = {name for names in all_gather(mine) for name in names}
+    return [name for name in tensors if name in found]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes, to compare it bit for bit: NaN equals itself, and every dtype can be compared."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _reachable_device(device: torch.device) -> torch.device:
+    """Return the device from which the process group can send what lies on `device`.
+
+    A group that was made with NCCL alone has nothing for tensors on the CPU.
+    """
+    served = [entry.split(":")[0] for entry in dist.get_backend_config().split(",")]
+    if device.type in served:
+        return device
+    return (
+        torch.device(served[0], torch.accelerator.current_device_index()) if served[0] != "cpu" else torch.device("cpu")
+    )
+
+
+def _rank_list(indices: list[int]) -> str:
+    return f"{'rank' if len(indices) == 1 else 'ranks'} {', '.join(map(str, indices))} of {world_size()}"

@@ -1,0 +1,172 @@
+"""The record that a wrapped model carries: which strategy wrapped it, and what the bare model was.
+
+It lies in the wrapper's own `__dict__`, where `copy.deepcopy` takes it along and where no wrapper that forwards
+attributes can be mistaken for the one that was marked.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from parallel_core.errors import WrapError
+from parallel_core.names import bare_names, uncompiled
+from parallel_core.units import tied_parameters
+
+if TYPE_CHECKING:
+    from parallel_core.config import DistributedConfig
+    from parallel_core.strategy import Strategy
+
+RECORD = "_parallel_core_record"
+INNER = "_parallel_core_inner"
+
+__all__ = [
+    "Layout",
+    "Record",
+    "TensorSpec",
+    "bare_parameters",
+    "bare_shapes",
+    "bare_state",
+    "find_record",
+    "inner_module",
+    "parameter_names",
+]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a tensor of the bare model looks like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The bare model's state dict, without its values.
+
+    Attributes:
+        entries: what stands under each key, in the model's order; None for an entry that is no tensor (`_extra_state`).
+        parameters: the names of the parameters, a tied one by its first name, in the model's order.
+        tied: all names of each parameter that has more than one.
+        frozen: the names of the parameters that need no gradient.
+    """
+
+    entries: dict[str, TensorSpec | None]
+    parameters: tuple[str, ...]
+    tied: tuple[tuple[str, ...], ...]
+    frozen: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Layout:
+        """Return the layout of a bare model; the wrappers of `torch.compile`, around it or inside it, don't count."""
+        entries = {
+            name: TensorSpec(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
+            for name, value in bare_state(model).items()
+        }
+        bare = bare_names(model)
+        parameters = tuple(bare(name) for name, _ in model.named_parameters())
+        tied = tuple(tuple(bare(name) for name in group) for group in tied_parameters(model))
+        frozen = tuple(bare(name) for name, parameter in model.named_parameters() if not parameter.requires_grad)
+        return cls(entries, parameters, tied, frozen)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was done to a model.
+
+    Attributes:
+        strategy: the strategy that wrapped it.
+        config: the config that it was wrapped under.
+        layout: the bare model's names, shapes and dtypes.
+        earlier_optimizers: the optimizers that were there before the wrap.
+    """
+
+    strategy: Strategy
+    config: DistributedConfig
+    layout: Layout
+    earlier_optimizers: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Record:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Record, (self.strategy, self.config, self.layout)
+
+
+def attach(record: Record, wrapped: nn.Module, bare: nn.Module) -> None:
+    """Mark a wrapped model with its record, and the module inside, where it is another object, as the inner one."""
+    vars(wrapped)[RECORD] = record
+    if bare is not wrapped:
+        vars(bare)[INNER] = True
+
+
+def find_record(model: nn.Module) -> Record | None:
+    """Return the record of a wrapped model, looked up through `torch.compile`, or None for a bare model.
+
+    Raises:
+        WrapError: it is the module inside a wrapped one.
+    """
+    model = uncompiled(model)
+    if INNER in vars(model):
+        raise WrapError(
+            f"this {type(model).__name__} is the module inside a wrapped model, whose parameters may be this rank's "
+            f"shards alone; pass what wrap_model_for_training returned"
+        )
+    record: Record | None = vars(model).get(RECORD)
+    return record
+
+
+def inner_module(model: nn.Module) -> nn.Module:
+    """Return the user's module inside of a wrapped one: itself where the strategy returned the same object."""
+    return next((module for module in model.modules() if INNER in vars(module)), model)
+
+
+def bare_state(model: nn.Module) -> dict[str, Any]:
+    """Return a bare model's state dict, sharing memory, under names without the wrappers of `torch.compile`."""
+    bare = bare_names(model)
+    return {bare(key): value for key, value in model.state_dict(keep_vars=True).items()}
+
+
+def bare_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a model, wrapped or bare, by the bare model's names, a tied one by its first name.
+
+    A wrapped model has them in the bare model's order, whatever objects they have become.
+    """
+    record = find_record(model)
+    layout = Layout.of(model) if record is None else record.layout
+    return dict(zip(layout.parameters, model.parameters(), strict=True))
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+    """Return all of the bare model's names for each parameter of a model, wrapped or bare."""
+    record = find_record(model)
+    layout = Layout.of(model) if record is None else record.layout
+    groups = {group[0]: group for group in layout.tied}
+    return {parameter: groups.get(name, (name,)) for name, parameter in bare_parameters(model).items()}
+
+
+def bare_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter of the bare model by its name, a tied one by its first name."""
+    record = find_record(model)
+    layout = Layout.of(model) if record is None else record.layout
+    return {name: spec.shape for name in layout.parameters if (spec := layout.entries[name]) is not None}
+
+
+def load_extra_state(model: nn.Module, state_dict: dict[str, Any]) -> None:
+    """Hand the entries of a state dict that are no tensors (`_extra_state`) to the modules they belong to."""
+    bare = bare_names(model)
+    own = {
+        name: state_dict[bare(name)]
+        for name, value in model.state_dict(keep_vars=True).items()
+        if not isinstance(value, torch.Tensor) and bare(name) in state_dict
+    }
+    if own:
+        model.load_state_dict(own, strict=False)

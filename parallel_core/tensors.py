@@ -1,0 +1,110 @@
+"""One tensor between a rank and all ranks: gathered whole, put into its place, cut into shards.
+
+For strategy authors too. Every function is a collective where a DTensor or more than one rank is involved: call it on
+every rank in the same order.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from parallel_core.hookspecs import StateDictType
+from parallel_core.ranks import broadcast_tensor, rank
+
+__all__ = ["assign", "entry", "placed", "shard", "snapshot", "whole"]
+
+
+def entry(value: Any, state_dict_type: StateDictType) -> Any:
+    """Return what stands in a state dict for a value of the model or the optimizer.
+
+    Args:
+        value: a tensor, a DTensor, or anything else (`_extra_state`, a step count), which is copied.
+        state_dict_type: `sharded` gives the value as it is, detached; `full` a snapshot of it whole, see `snapshot`.
+    """
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    if state_dict_type is StateDictType.SHARDED:
+        return value.detach()
+    return snapshot(value.full_tensor() if isinstance(value, DTensor) else value)
+
+
+def snapshot(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy of a whole tensor on the CPU with memory of its own, on rank 0; None on the other ranks."""
+    if rank() != 0:
+        return None
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def shard(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return the DTensor, cut in dimension 0 over `mesh`, of a whole tensor that every rank holds. No communication."""
+    # A copy: a view would keep the whole tensor alive.
+    sharded = distribute_tensor(tensor.detach(), mesh, [Shard(0)], src_data_rank=None)
+    return DTensor.from_local(
+        sharded.to_local().clone(), mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+@torch.no_grad()
+def assign(target: torch.Tensor, value: torch.Tensor, state_dict_type: StateDictType) -> None:
+    """Overwrite a tensor of the model with an entry of a state dict, whatever mix of plain tensor and DTensor they are.
+
+    Args:
+        target: the tensor to fill: a DTensor, or a plain tensor that holds the whole of the parameter or buffer.
+        value: the entry. Under `full`, rank 0's counts and the others' is never read; under `sharded`, each rank's own:
+            a DTensor, or a plain tensor that is whole on every rank.
+        state_dict_type: which of the two.
+    """
+    if isinstance(target, DTensor):
+        if isinstance(value, DTensor) and value.device_mesh == target.device_mesh:
+            target.copy_(value.redistribute(placements=target.placements))
+            return
+        complete = whole(value, state_dict_type, target.to_local().device)
+        own = distribute_tensor(complete, target.device_mesh, target.placements, src_data_rank=None)
+        target.to_local().copy_(own.to_local())
+    elif state_dict_type is StateDictType.SHARDED:
+        target.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+    else:
+        if rank() == 0:
+            target.copy_(value)
+        broadcast_tensor(target)
+
+
+@torch.no_grad()
+def placed(value: Any, parameter: torch.Tensor, state_dict_type: StateDictType) -> Any:
+    """Return an entry of an optimizer's state as the optimizer of this rank holds it.
+
+    Args:
+        value: the entry, as `assign` takes it; what is no tensor is returned as it is.
+        parameter: the parameter it belongs to. An entry of its shape is laid out as the parameter is, on its device;
+            any other tensor (a step count) is whole on every rank, on the CPU.
+        state_dict_type: `full` or `sharded`.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != parameter.shape:
+        return whole(value, state_dict_type, torch.device("cpu")).clone()
+    target = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    assign(target, value, state_dict_type)
+    return target
+
+
+def whole(value: torch.Tensor, state_dict_type: StateDictType, device: torch.device) -> torch.Tensor:
+    """Return an entry of a state dict whole, on every rank, on `device`.
+
+    Args:
+        value: the entry, as `assign` takes it.
+        state_dict_type: `full` or `sharded`.
+        device: where to; must be one that the process group serves.
+    """
+    if state_dict_type is StateDictType.SHARDED:
+        return (value.full_tensor() if isinstance(value, DTensor) else value).to(device)
+    received = torch.empty(value.shape, dtype=value.dtype, device=device)
+    if rank() == 0:
+        received.copy_(value)
+    broadcast_tensor(received)
+    return received

@@ -1,0 +1,140 @@
+"""Which modules become units: the parameters that a sharding strategy gathers and frees together.
+
+For strategy authors too. Nothing here touches a device or a process group: the same function answers for the plan, on
+a model on the meta device, and for the wrap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+__all__ = ["Unit", "choose_units", "describe_no_units", "root_unit", "tied_parameters"]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One unit of a model.
+
+    Attributes:
+        name: the module's name in the bare model; empty for the root.
+        module: the module that becomes the unit.
+        parameters: its parameters that no inner unit holds, by the first of their names in the bare model.
+    """
+
+    name: str
+    module: nn.Module = field(repr=False)
+    parameters: dict[str, nn.Parameter] = field(repr=False)
+
+    @property
+    def numel(self) -> int:
+        """The number of parameters in the unit, in elements."""
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
+
+def choose_units(
+    model: nn.Module, min_params: int, *, always: Callable[[nn.Module], bool] = lambda module: False
+) -> list[Unit]:
+    """Return the modules that become units of their own, in the order of `model.named_modules()`, without the root.
+
+    A module becomes one where it has at least `min_params` parameters that are not already in an inner unit; this is
+    how torch's `size_based_auto_wrap_policy` counts. With 0 it is every module that has parameters of its own. Never
+    a unit is: a container without forward (`ModuleList`, `ModuleDict`, ...), whose hooks would never run; a part of a
+    module that reads its children's weights without calling them (`MultiheadAttention`), though the whole may be; a
+    module with a parameter, or a whole module inside, that is also reached from outside of it: tied parameters go to
+    the nearest unit that holds all of their places.
+
+    Args:
+        model: the bare model; may be on the meta device.
+        min_params: in elements, at least 0.
+        always: modules for which this is true become units whatever their size, by the same rules.
+    """
+    first_name = {parameter: name for name, parameter in model.named_parameters()}
+    is_closed = _closed_test(model)
+    units: list[Unit] = []
+    visited: set[nn.Module] = {model}
+    taken: set[nn.Parameter] = set()
+
+    def visit(name: str, module: nn.Module) -> None:
+        if not _reads_its_children(module):
+            for child_name, child in module.named_children():
+                visit(f"{name}.{child_name}" if name else child_name, child)
+        if module in visited:
+            return
+        visited.add(module)
+        left = [parameter for parameter in module.parameters() if parameter not in taken]
+        is_big = sum(parameter.numel() for parameter in left) >= min_params
+        if left and (is_big or always(module)) and _has_forward(module) and is_closed(module, left):
+            taken.update(left)
+            units.append(Unit(name, module, {first_name[parameter]: parameter for parameter in left}))
+
+    visit("", model)
+    order = {module: index for index, module in enumerate(model.modules())}
+    return sorted(units, key=lambda unit: order[unit.module])
+
+
+def root_unit(model: nn.Module, units: list[Unit]) -> Unit:
+    """Return the unit of the whole model: what the given units leave over."""
+    taken = {parameter for unit in units for parameter in unit.parameters.values()}
+    left = {name: parameter for name, parameter in model.named_parameters() if parameter not in taken}
+    return Unit("", model, left)
+
+
+def describe_no_units(model: nn.Module, field: str, min_params: int) -> str:
+    """Return the warning for a model without units: it is gathered whole, and no memory is saved.
+
+    Args:
+        model: the bare model.
+        field: the setting that holds the threshold, with the strategy's prefix.
+        min_params: its value, in elements.
+    """
+    is_closed = _closed_test(model)
+    sizes = {
+        name: sum(parameter.numel() for parameter in module.parameters())
+        for name, module in model.named_modules()
+        if name and _has_forward(module) and is_closed(module, list(module.parameters()))
+    }
+    largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])[:3]
+    problem = (
+        f"{field} = {min_params:_}: no module has as many parameters, so the root holds them all and no memory is saved"
+    )
+    if not largest:
+        return f"{problem}; this model has no module that could be a unit"
+    listed = ", ".join(f"{name!r} ({sizes[name]:_})" for name in largest)
+    return f"{problem}; the largest modules are {listed}: set {field} = {sizes[largest[0]]:_} or less"
+
+
+def tied_parameters(model: nn.Module) -> list[tuple[str, ...]]:
+    """Return the names of each parameter that has more than one, in the model's order."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [tuple(group) for group in names.values() if len(group) > 1]
+
+
+def _closed_test(model: nn.Module) -> Callable[[nn.Module, list[nn.Parameter]], bool]:
+    """Return a test whether parameters are reached through a given module only, and by no way around it."""
+    module_names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        module_names.setdefault(module, []).append(name)
+    parameter_names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameter_names.setdefault(parameter, []).append(name)
+
+    def is_closed(module: nn.Module, parameters: list[nn.Parameter]) -> bool:
+        prefixes = tuple(f"{name}." for name in module_names[module])
+        return all(name.startswith(prefixes) for parameter in parameters for name in parameter_names[parameter])
+
+    return is_closed
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _reads_its_children(module: nn.Module) -> bool:
+    # MultiheadAttention passes out_proj.weight to a function; in evaluation TransformerEncoderLayer passes the weights
+    # of all its children to one fused kernel. A unit inside would not be gathered then.
+    return isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer)
