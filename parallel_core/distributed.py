@@ -1,0 +1,112 @@
+"""The process group: joined for the length of a block, and ended with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from parallel_core import ranks
+from parallel_core.errors import ProcessGroupError
+from parallel_core.wrapping import local_device
+
+if TYPE_CHECKING:
+    from parallel_core.config import DistributedConfig
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Where this process stands among the ranks.
+
+    Attributes:
+        rank: 0 to `world_size - 1`.
+        local_rank: the rank on this machine, by which the accelerator is chosen.
+        world_size: the number of ranks.
+        device: where this rank trains.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+
+@contextmanager
+def process_group(config: DistributedConfig) -> Iterator[Group]:
+    """Join the ranks that a launcher such as torchrun started, for the length of the block.
+
+    With no launcher this is a world of one, and no process group is made. A process group that is there already is
+    used and not destroyed. The default backend is NCCL for tensors on CUDA with gloo for those on the CPU; without CUDA
+    it is gloo.
+
+    Args:
+        config: `backend` and `timeout_seconds` are used.
+
+    Raises:
+        ProcessGroupError: the launcher's variables are incomplete or wrong, the backend can't work on this machine, or
+            the ranks don't find each other in time.
+    """
+    made_here = _join(config)
+    try:
+        yield Group(ranks.rank(), int(os.environ.get("LOCAL_RANK", "0")), ranks.world_size(), local_device(config))
+    finally:
+        if made_here and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _join(config: DistributedConfig) -> bool:
+    """Make the process group that the launcher's variables describe; return whether one was made."""
+    if dist.is_initialized():
+        return False
+    has_accelerator = torch.accelerator.is_available()
+    if config.backend == "nccl" and not torch.cuda.is_available():
+        raise ProcessGroupError("backend is 'nccl', and no CUDA device is there; allowed here are 'auto' and 'gloo'")
+    found = [name for name in LAUNCHER_VARIABLES if name in os.environ]
+    # MASTER_ADDR and MASTER_PORT alone are left over in many shells; a rank is what a launcher gives.
+    if "RANK" not in found and "WORLD_SIZE" not in found:
+        return False
+    missing = [name for name in LAUNCHER_VARIABLES if name not in found]
+    if missing:
+        raise ProcessGroupError(
+            f"the environment has {', '.join(found)} and lacks {', '.join(missing)}; start the script with torchrun, "
+            f"or set all of them"
+        )
+    rank, world_size, local_rank, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
+    if not 0 <= rank < world_size:
+        raise ProcessGroupError(f"RANK is {rank}, expected 0 to WORLD_SIZE - 1, which is {world_size - 1}")
+    device = local_device(config)
+    if device.type != "cpu":
+        count = torch.accelerator.device_count()
+        if local_rank >= count:
+            raise ProcessGroupError(
+                f"LOCAL_RANK is {local_rank} and this machine has {count} {device.type} devices; start at most {count} "
+                f"ranks here, or set backend to 'gloo' to train on the CPU"
+            )
+        torch.accelerator.set_device_index(local_rank)
+    backend = "cpu:gloo,cuda:nccl" if has_accelerator and device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=config.timeout_seconds)
+    try:
+        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    except Exception as error:
+        raise ProcessGroupError(
+            f"rank {rank} could not join {world_size} ranks at {os.environ['MASTER_ADDR']}:{port} within "
+            f"{config.timeout_seconds} s: {type(error).__name__}: {str(error).splitlines()[0]}; check that every "
+            f"rank was started and that the port is free"
+        ) from error
+    return True
+
+
+def _number(name: str) -> int:
+    text = os.environ[name]
+    try:
+        return int(text)
+    except ValueError:
+        raise ProcessGroupError(f"{name} is {text!r}, expected a whole number") from None

@@ -1,0 +1,75 @@
+"""An optimizer's state by the bare model's parameter names, instead of by the positions that torch uses.
+
+The layout is that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`:
+`{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], option: value, ...}]}`. That function itself
+is not used: for an optimizer that has not stepped it calls `step()`, which changes the run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from parallel_core.errors import StateDictError
+
+__all__ = ["load_named_state", "named_groups"]
+
+
+def named_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
+    """Return the optimizer's parameter groups with names for parameters.
+
+    Args:
+        optimizer: whose groups.
+        parameters: the model's parameters by name.
+
+    Raises:
+        StateDictError: the optimizer holds a parameter that is not among them.
+    """
+    name_of = {parameter: name for name, parameter in parameters.items()}
+    strangers = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in name_of]
+    if strangers:
+        raise StateDictError(
+            f"the optimizer holds {len(strangers)} parameters that are not the model's (the first has the shape "
+            f"{list(strangers[0])}); make the optimizer from the parameters of the wrapped model"
+        )
+    return [
+        {
+            key: [name_of[parameter] for parameter in value] if key == "params" else copy.deepcopy(value)
+            for key, value in group.items()
+            if key != "param_names"  # torch's own names, where named_parameters() was passed: they are the wrapper's
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def load_named_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    state: Mapping[str, dict[str, Any]],
+    groups: list[dict[str, Any]],
+) -> None:
+    """Replace an optimizer's state and its groups' options; the values must already be where they are to stay.
+
+    Args:
+        optimizer: the optimizer; its groups must hold the same parameters as `groups` in the same order.
+        parameters: the model's parameters by name.
+        state: the values for this rank, by parameter name.
+        groups: the saved groups, by name, as `named_groups` makes them.
+    """
+    name_of = {parameter: name for name, parameter in parameters.items()}
+    # torch's own load_state_dict goes by position; it runs the optimizer's load hooks and moves step counts to where
+    # the optimizer wants them.
+    positions: dict[str, int] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            positions[name_of[parameter]] = len(positions)
+    own_groups = [
+        {**saved, "params": [positions[name_of[parameter]] for parameter in group["params"]]}
+        | ({"param_names": group["param_names"]} if "param_names" in group else {})
+        for group, saved in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    own_state = {positions[name]: values for name, values in state.items()}
+    optimizer.load_state_dict({"state": own_state, "param_groups": own_groups})

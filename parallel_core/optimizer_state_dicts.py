@@ -1,0 +1,122 @@
+"""Whether an optimizer's state dict fits, found before any tensor moves, and agreed on by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from parallel_core import ranks
+from parallel_core.hookspecs import StateDictType
+from parallel_core.record import Layout, TensorSpec
+from parallel_core.state_dicts import Verdict, agree_on, describe, named
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+def check_optimizer_state_dict(
+    layout: Layout, groups: Groups, state_dict: Any, state_dict_type: StateDictType
+) -> dict[str, Any]:
+    """Agree on whether an optimizer's state dict fits; a collective.
+
+    Args:
+        layout: the model's.
+        groups: the optimizer's own groups, by parameter name, on this rank.
+        state_dict: the dict to load, as `optimizer_state_dict` returns it.
+        state_dict_type: under `full` rank 0's dict counts.
+
+    Returns:
+        the state dict, of the same structure on every rank, with meta tensors off rank 0 under `full`.
+
+    Raises:
+        StateDictError: it does not fit; the same error on every rank.
+    """
+    judges = state_dict_type is StateDictType.SHARDED or ranks.rank() == 0
+    verdict = Verdict([], [], list(problems(layout, groups, state_dict, state_dict_type))) if judges else None
+    outline = _outline(state_dict) if judges and verdict and not verdict.problems else None
+    agree_on(verdict, (state_dict_type.value,), strict=True, of_what="optimizer")
+    if state_dict_type is StateDictType.SHARDED:
+        # Ranks whose dicts hold different entries would wait for each other in different places.
+        entries = {name: sorted(keys) for name, keys in outline["state"].items()} if outline else {}
+        agree_on(Verdict([], [], []), ("entries", sorted(entries.items())), strict=True, of_what="optimizer")
+        return {"state": dict(state_dict["state"]), "param_groups": list(state_dict["param_groups"])}
+    outline = ranks.broadcast(outline)
+    if ranks.rank() == 0:
+        return {"state": dict(state_dict["state"]), "param_groups": list(state_dict["param_groups"])}
+    return {"state": _on_meta(outline["state"]), "param_groups": outline["param_groups"]}
+
+
+def problems(layout: Layout, groups: Groups, state_dict: Any, state_dict_type: StateDictType) -> Iterator[str]:
+    """Yield what is wrong with the state dict of this rank, a line each."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        keys = f" with {sorted(map(str, state_dict))}" if isinstance(state_dict, Mapping) else ""
+        yield f"expected a dict with 'state' and 'param_groups', found {describe(state_dict)}{keys}"
+        return
+    unknown = [str(name) for name in state_dict["state"] if name not in layout.parameters]
+    if unknown:
+        yield named("state of parameters that the model lacks", unknown)
+    yield from _group_problems(groups, state_dict["param_groups"])
+    for name, entries in state_dict["state"].items():
+        if name in layout.parameters:
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor):
+                    yield from _tensor_problems(f"{name!r}, {key!r}", value, _spec(layout, name), state_dict_type)
+
+
+def _group_problems(own: Groups, saved: Any) -> Iterator[str]:
+    if len(own) != len(saved):
+        yield f"the optimizer has {len(own)} parameter groups, the state dict {len(saved)}; make the same groups"
+        return
+    for index, (group, other) in enumerate(zip(own, saved, strict=True)):
+        lacking = [name for name in group["params"] if name not in other["params"]]
+        extra = [name for name in other["params"] if name not in group["params"]]
+        if lacking:
+            yield named(f"group {index} of the state dict lacks parameters that the optimizer's has", lacking)
+        if extra:
+            yield named(f"group {index} of the state dict has parameters that the optimizer's lacks", extra)
+        options = [key for key in group if key not in other]
+        if options:
+            yield named(f"group {index} of the state dict lacks options; it is another kind of optimizer's", options)
+
+
+def _tensor_problems(
+    where: str, value: torch.Tensor, spec: TensorSpec, state_dict_type: StateDictType
+) -> Iterator[str]:
+    if isinstance(value, DTensor) and state_dict_type is StateDictType.FULL:
+        yield f"{where}: found a DTensor in a full state dict; pass state_dict_type='sharded'"
+    elif value.is_meta:
+        yield f"{where}: found a tensor on the meta device, which has no values"
+    elif value.dim() == len(spec.shape) and value.dim() > 0 and tuple(value.shape) != spec.shape:
+        yield f"{where}: wrong shape: the model's parameter is {spec}, the state {describe(value)}"
+
+
+def _spec(layout: Layout, name: str) -> TensorSpec:
+    spec = layout.entries[name]
+    assert spec is not None  # a parameter is a tensor
+    return spec
+
+
+def _outline(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dict with a `TensorSpec` for every tensor, small enough to be sent."""
+    return {
+        "state": {
+            name: {
+                key: TensorSpec(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+                for key, value in entries.items()
+            }
+            for name, entries in state_dict["state"].items()
+        },
+        "param_groups": [dict(group) for group in state_dict["param_groups"]],
+    }
+
+
+def _on_meta(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            key: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, TensorSpec) else value
+            for key, value in entries.items()
+        }
+        for name, entries in state.items()
+    }

@@ -1,0 +1,124 @@
+"""What comes before a wrap: the device, the reasons to decline, and everything that could go wrong with it.
+
+All of it is found and agreed on by the ranks before the strategy touches the model.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from parallel_core import ranks
+from parallel_core.errors import WrapError
+from parallel_core.record import Layout, find_record
+from parallel_core.state_dicts import named
+from parallel_core.strategy import Strategy
+
+if TYPE_CHECKING:
+    from parallel_core.config import DistributedConfig
+
+logger = logging.getLogger(__name__)
+
+
+def local_device(config: DistributedConfig) -> torch.device:
+    """Return the device of this rank: its accelerator, or the CPU where there is none or `backend` is `gloo`."""
+    if config.backend == "gloo" or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None  # is_available() said so
+    return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def log_declined(strategy: Strategy, config: DistributedConfig, device: torch.device) -> None:
+    """Say that the model stays bare, and which settings are therefore not in effect."""
+    logger.info(
+        "strategy %s does not apply to %d rank(s) on %s: the model stays bare", strategy, ranks.world_size(), device
+    )
+    unmet = [f"{strategy.name}_{name}" for name in config.options.lost_if_declined()]
+    if unmet:
+        settings = ", ".join(f"{name}={getattr(config, name)!r}" for name in unmet)
+        logger.warning("not in effect, because strategy %r does not apply here: %s", strategy.name, settings)
+
+
+def check_wrap(model: nn.Module, strategy: Strategy, config: DistributedConfig, device: torch.device) -> Layout:
+    """Agree that the model can be wrapped, on every rank and in the same way; a collective. Touches nothing.
+
+    Returns:
+        the bare model's layout.
+
+    Raises:
+        WrapError: it can't be; the same error on every rank.
+    """
+    with ranks.agreement(WrapError):
+        layout = _checked_layout(model)
+        problems = strategy.check_model(model, config.options, device)
+        if problems:
+            raise WrapError(f"strategy {strategy.name!r} can't wrap this model: {'; '.join(problems)}")
+    gathered = ranks.all_gather((config, layout))
+    differences = [
+        difference
+        for index, (other_config, other_layout) in enumerate(gathered)
+        for difference in (
+            *_config_differences(gathered[0][0], other_config, index),
+            *_layout_differences(gathered[0][1], other_layout, index),
+        )
+    ]
+    if differences:
+        more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
+        raise WrapError(f"the ranks do not agree: {'; '.join(differences[:5])}{more}; build the same model everywhere")
+    return layout
+
+
+def earlier_optimizers() -> weakref.WeakSet[torch.optim.Optimizer]:
+    """Return the optimizers alive now.
+
+    An optimizer that was made before the wrap can't be told by its parameters: DDP and FSDP1 keep the parameter objects
+    and change what lies behind them.
+    """
+    return weakref.WeakSet(found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer))
+
+
+def _checked_layout(model: nn.Module) -> Layout:
+    if not isinstance(model, nn.Module):
+        raise WrapError(f"expected a torch.nn.Module to wrap, found {type(model).__name__}")
+    record = find_record(model)
+    if record is not None:
+        raise WrapError(f"this model is wrapped already, by strategy {record.strategy}; wrap the bare model, once")
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    lazy = [name for name, tensor in tensors.items() if is_lazy(tensor)]
+    if lazy:
+        raise WrapError(f"{named('not initialized yet', lazy)}; run the bare model once, so that they get their shapes")
+    on_meta = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if on_meta:
+        raise WrapError(
+            f"{named('these are on the meta device and have no values', on_meta)}; build the model on a device"
+        )
+    return Layout.of(model)
+
+
+def _config_differences(first: DistributedConfig, other: DistributedConfig, index: int) -> Iterator[str]:
+    for name in type(first).__struct_fields__:
+        on_first, on_other = getattr(first, name), getattr(other, name)
+        if on_first != on_other:
+            yield f"{name} is {on_first!r} on rank 0, {on_other!r} on rank {index}"
+
+
+def _layout_differences(first: Layout, other: Layout, index: int) -> Iterator[str]:
+    for name in {**first.entries, **other.entries}:
+        on_first, on_other = first.entries.get(name, "absent"), other.entries.get(name, "absent")
+        if on_first != on_other:
+            yield f"{name!r} is {on_first} on rank 0, {on_other} on rank {index}"
+    if list(first.entries) != list(other.entries) and first.entries == other.entries:
+        yield f"the order of the names on rank {index} is not that on rank 0"
+    if first.tied != other.tied:
+        yield f"the tied parameters are {list(first.tied)} on rank 0, {list(other.tied)} on rank {index}"
+    if first.frozen != other.frozen:
+        yield f"the frozen parameters are {list(first.frozen)} on rank 0, {list(other.frozen)} on rank {index}"
