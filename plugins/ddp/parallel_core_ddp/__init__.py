@@ -1,0 +1,78 @@
+"""The strategy `ddp`: the whole model on every rank, gradients averaged by `DistributedDataParallel`.
+
+What it leaves out is answered by the core's defaults, which are made for whole models: state dicts, optimizer state,
+gradient clipping.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta
+
+from parallel_core import StrategyConfig, hookimpl
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["DDPConfig"]
+
+Megabytes = Annotated[float, Meta(gt=0)]
+
+
+class DDPConfig(StrategyConfig):
+    """The arguments of `torch.nn.parallel.DistributedDataParallel` that its users set, with torch's defaults but one.
+
+    Attributes:
+        find_unused_parameters: look after each forward for parameters that take no part in the loss. Without it a
+            step in which one has no gradient is an error at the next; with it every step costs a walk over the graph.
+        gradient_as_bucket_view: let gradients be views of the communication buckets, which saves a copy of them all.
+            torch's own default is False.
+        static_graph: promise that every step uses the same parameters in the same order.
+        bucket_cap_mb: size of a communication bucket in MiB; by default torch's 25, with a smaller first one.
+        broadcast_buffers: give every rank rank 0's buffers (BatchNorm's statistics) at the start of each forward.
+    """
+
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+    bucket_cap_mb: Megabytes | None = None
+    broadcast_buffers: bool = True
+
+
+@hookimpl
+def strategy_config() -> type[DDPConfig]:
+    return DDPConfig
+
+
+@hookimpl
+def wrap_model(model: nn.Module, config: DDPConfig, device: torch.device) -> nn.Module:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from parallel_core import ranks
+
+    model.to(device)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        # DistributedDataParallel refuses a module with nothing to average (a frozen teacher, a loss). Equal values on
+        # all ranks are all that such a module needs.
+        for tensor in (*model.parameters(), *model.buffers()):
+            ranks.broadcast_tensor(tensor)
+        return model
+    return DistributedDataParallel(
+        model,
+        device_ids=None if device.type == "cpu" else [device],
+        find_unused_parameters=config.find_unused_parameters,
+        gradient_as_bucket_view=config.gradient_as_bucket_view,
+        static_graph=config.static_graph,
+        bucket_cap_mb=config.bucket_cap_mb,
+        forward_sync_buffers=config.broadcast_buffers,
+    )
+
+
+@hookimpl
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()

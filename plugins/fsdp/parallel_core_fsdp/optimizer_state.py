@@ -1,0 +1,127 @@
+"""The optimizer's state dicts, gathered and cut parameter by parameter.
+
+With `use_orig_params` a parameter is, on each rank, the piece of it that fell into this rank's part of the unit: flat,
+and empty on a rank that holds none of it. The pieces lie in rank order, so the whole parameter is what one gets by
+laying them end to end; the optimizer's state for it lies in the same way.
+
+torch's own `optim_state_dict` is not used: it steps an optimizer that has no state yet.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from parallel_core import StateDictError, StateDictType, ranks, tensors
+from parallel_core.optimizer_state import load_named_state, named_groups
+from parallel_core.record import bare_parameters, bare_shapes
+
+
+class Piece(NamedTuple):
+    """What one rank has of one value of a parameter's state: a flat tensor's dtype, or the value itself."""
+
+    dtype: torch.dtype | None
+    value: Any
+
+
+def read(model: nn.Module, optimizer: torch.optim.Optimizer, state_dict_type: StateDictType) -> dict[str, Any]:
+    """Return the optimizer's state dict; see the hook `optimizer_state_dict`."""
+    parameters, shapes = bare_parameters(model), bare_shapes(model)
+    sizes = _sizes(model, parameters, shapes)
+    state: dict[str, dict[str, Any]] = {}
+    for name, pieces in _outline(optimizer, parameters).items():
+        state[name] = {}
+        for key, piece in pieces.items():
+            if piece.dtype is None:
+                state[name][key] = piece.value
+                continue
+            local = optimizer.state.get(parameters[name], {}).get(key)
+            whole = _joined(local, piece.dtype, parameters[name].device, sizes[name], shapes[name])
+            if state_dict_type is StateDictType.FULL:
+                state[name][key] = tensors.snapshot(whole)
+            else:
+                mesh = init_device_mesh(whole.device.type, (ranks.world_size(),))
+                state[name][key] = tensors.shard(whole, mesh)
+    if state_dict_type is StateDictType.FULL and ranks.rank():
+        return {}
+    return {"state": state, "param_groups": named_groups(optimizer, parameters)}
+
+
+def load(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], state_dict_type: StateDictType
+) -> None:
+    """Load an optimizer's state dict; see the hook `load_optimizer_state_dict`."""
+    parameters, shapes = bare_parameters(model), bare_shapes(model)
+    sizes = _sizes(model, parameters, shapes)
+    state: dict[str, dict[str, Any]] = {}
+    for name, values in state_dict["state"].items():
+        state[name] = {}
+        start = sum(sizes[name][: ranks.rank()])
+        own = slice(start, start + sizes[name][ranks.rank()])
+        for key, value in values.items():
+            if not isinstance(value, torch.Tensor) or tuple(value.shape) != shapes[name]:
+                state[name][key] = tensors.placed(value, parameters[name], state_dict_type)
+            else:
+                whole = tensors.whole(value, state_dict_type, parameters[name].device)
+                # A copy: a view would keep the whole tensor alive.
+                state[name][key] = whole.reshape(-1)[own].clone()
+    load_named_state(optimizer, parameters, state, state_dict["param_groups"])
+
+
+def _sizes(
+    model: nn.Module, parameters: dict[str, nn.Parameter], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, list[int]]:
+    """Return how many elements of each parameter every rank holds, by rank."""
+    # A forward without a backward leaves the root whole, and its parameters with it; leaving this block cuts it again.
+    with FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False):
+        pass
+    gathered = ranks.all_gather([parameter.numel() for parameter in parameters.values()])
+    sizes = {name: [sizes[index] for sizes in gathered] for index, name in enumerate(parameters)}
+    for name, pieces in sizes.items():
+        assert sum(pieces) == math.prod(shapes[name]), f"{name}: pieces of {pieces} don't make up {shapes[name]}"
+    return sizes
+
+
+def _outline(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> dict[str, dict[str, Piece]]:
+    """Return the state's names and keys, the same on every rank; one that holds nothing of a parameter has no state."""
+    mine: dict[str, dict[str, Piece]] = {}
+    misfits: list[str] = []
+    for name, parameter in parameters.items():
+        if parameter in optimizer.state:
+            for key, value in optimizer.state[parameter].items():
+                is_flat = isinstance(value, torch.Tensor) and value.dim() > 0
+                if is_flat and value.shape != parameter.shape:
+                    misfits.append(f"{key!r} of {name!r}")
+                mine.setdefault(name, {})[key] = Piece(value.dtype, None) if is_flat else Piece(None, value)
+    with ranks.agreement():
+        if misfits:
+            raise StateDictError(
+                f"the optimizer keeps state that is not shaped like its parameter: {', '.join(misfits)}; fsdp gives it "
+                f"flat pieces of parameters, so such state says nothing about the whole; use strategy fsdp2 or ddp"
+            )
+    gathered = ranks.all_gather(mine)
+    outline = {}
+    for name in parameters:
+        found = [pieces[name] for pieces in gathered if name in pieces]
+        if found:
+            outline[name] = found[0]
+    return outline
+
+
+def _joined(
+    local: torch.Tensor | None, dtype: torch.dtype, device: torch.device, sizes: list[int], shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Return the whole of which each rank has a flat piece; a collective. `sizes` are the pieces' lengths, by rank."""
+    padded = torch.zeros(max(sizes), dtype=dtype, device=device)
+    if local is not None:
+        padded[: local.numel()].copy_(local)
+    rows = [torch.empty_like(padded) for _ in sizes]
+    if padded.numel():
+        dist.all_gather([ranks.bits(row) for row in rows], ranks.bits(padded))
+    return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).view(shape)
