@@ -101,10 +101,11 @@ def load_optimizer_state_dict(
 @hookimpl
 def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
     import torch
-    from torch.distributed.tensor import DTensor
+
+    from parallel_core.tensors import is_dtensor
 
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return norm.full_tensor() if is_dtensor(norm) else norm
 
 
 @hookimpl

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from parallel_core import ranks
 from parallel_core.hookspecs import StateDictType
 from parallel_core.record import Layout, TensorSpec
 from parallel_core.state_dicts import Verdict, agree_on, describe, named
+from parallel_core.tensors import is_dtensor
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -84,7 +84,7 @@ def _group_problems(own: Groups, saved: Any) -> Iterator[str]:
 def _tensor_problems(
     where: str, value: torch.Tensor, spec: TensorSpec, state_dict_type: StateDictType
 ) -> Iterator[str]:
-    if isinstance(value, DTensor) and state_dict_type is StateDictType.FULL:
+    if is_dtensor(value) and state_dict_type is StateDictType.FULL:
         yield f"{where}: found a DTensor in a full state dict; pass state_dict_type='sharded'"
     elif value.is_meta:
         yield f"{where}: found a tensor on the meta device, which has no values"

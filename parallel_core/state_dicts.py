@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from parallel_core import ranks
 from parallel_core.errors import StateDictError, did_you_mean
 from parallel_core.hookspecs import StateDictType
 from parallel_core.record import Layout
+from parallel_core.tensors import is_dtensor
 
 SHOWN = 10  # names shown of a list in an error: a thousand of them would hide the rest
 
@@ -98,7 +98,7 @@ def judge(layout: Layout, state_dict: Any, state_dict_type: StateDictType, *, ca
         found = describe(value)
         if not isinstance(value, torch.Tensor):
             problems.append(f"{name!r}: expected a tensor, found {found}")
-        elif isinstance(value, DTensor) and state_dict_type is StateDictType.FULL:
+        elif is_dtensor(value) and state_dict_type is StateDictType.FULL:
             problems.append(f"{name!r}: found a DTensor in a full state dict; pass state_dict_type='sharded'")
         elif value.is_meta:
             problems.append(f"{name!r}: found a tensor on the meta device, which has no values")
@@ -138,7 +138,7 @@ def _tied_apart(layout: Layout, state_dict: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def agree_on(verdict: Verdict | None, call: tuple[Any, ...], *, strict: bool, of_what: str) -> IncompatibleKeys:

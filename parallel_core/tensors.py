@@ -7,16 +7,26 @@ every rank in the same order.
 from __future__ import annotations
 
 import copy
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from parallel_core.hookspecs import StateDictType
 from parallel_core.ranks import broadcast_tensor, rank
 
-__all__ = ["assign", "entry", "placed", "shard", "snapshot", "whole"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["assign", "entry", "is_dtensor", "placed", "shard", "snapshot", "whole"]
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Return whether a value is a DTensor."""
+    # DTensors take a second to import; where nobody has done so, there are none.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def entry(value: Any, state_dict_type: StateDictType) -> Any:
@@ -30,7 +40,7 @@ def entry(value: Any, state_dict_type: StateDictType) -> Any:
         return copy.deepcopy(value)
     if state_dict_type is StateDictType.SHARDED:
         return value.detach()
-    return snapshot(value.full_tensor() if isinstance(value, DTensor) else value)
+    return snapshot(value.full_tensor() if is_dtensor(value) else value)
 
 
 def snapshot(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -42,6 +52,8 @@ def snapshot(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def shard(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Return the DTensor, cut in dimension 0 over `mesh`, of a whole tensor that every rank holds. No communication."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
     # A copy: a view would keep the whole tensor alive.
     sharded = distribute_tensor(tensor.detach(), mesh, [Shard(0)], src_data_rank=None)
     return DTensor.from_local(
@@ -59,15 +71,17 @@ def assign(target: torch.Tensor, value: torch.Tensor, state_dict_type: StateDict
             a DTensor, or a plain tensor that is whole on every rank.
         state_dict_type: which of the two.
     """
-    if isinstance(target, DTensor):
-        if isinstance(value, DTensor) and value.device_mesh == target.device_mesh:
+    if is_dtensor(target):
+        if is_dtensor(value) and value.device_mesh == target.device_mesh:
             target.copy_(value.redistribute(placements=target.placements))
             return
+        from torch.distributed.tensor import distribute_tensor
+
         complete = whole(value, state_dict_type, target.to_local().device)
         own = distribute_tensor(complete, target.device_mesh, target.placements, src_data_rank=None)
         target.to_local().copy_(own.to_local())
     elif state_dict_type is StateDictType.SHARDED:
-        target.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+        target.copy_(value.full_tensor() if is_dtensor(value) else value)
     else:
         if rank() == 0:
             target.copy_(value)
@@ -102,7 +116,7 @@ def whole(value: torch.Tensor, state_dict_type: StateDictType, device: torch.dev
         device: where to; must be one that the process group serves.
     """
     if state_dict_type is StateDictType.SHARDED:
-        return (value.full_tensor() if isinstance(value, DTensor) else value).to(device)
+        return (value.full_tensor() if is_dtensor(value) else value).to(device)
     received = torch.empty(value.shape, dtype=value.dtype, device=device)
     if rank() == 0:
         received.copy_(value)

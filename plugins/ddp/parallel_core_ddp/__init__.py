@@ -6,6 +6,7 @@ gradient clipping.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,6 +41,10 @@ class DDPConfig(StrategyConfig):
     static_graph: bool = False
     bucket_cap_mb: Megabytes | None = None
     broadcast_buffers: bool = True
+
+    def problems(self) -> Iterator[str]:
+        if self.static_graph and self.find_unused_parameters:
+            yield "find_unused_parameters is in vain with static_graph, which finds them in the first step; set one"
 
 
 @hookimpl

@@ -65,11 +65,12 @@ def wrap(model: nn.Module, config: FSDPConfig, device: torch.device) -> FullySha
         WrapError: the values differ between ranks and `sync_module_states` is off; nothing is touched then.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    if config.sync_module_states:
-        # Not by FSDP's argument of this name: it refuses parameters on the CPU when that is where they train.
+    on_accelerator = device.type != "cpu"
+    if config.sync_module_states and not on_accelerator:
+        # FSDP's own way takes the values through the accelerator, unit by unit, and refuses to do so on the CPU.
         for tensor in tensors.values():
             ranks.broadcast_tensor(tensor)
-    elif differing := ranks.differing_tensors(tensors):
+    elif not config.sync_module_states and (differing := ranks.differing_tensors(tensors)):
         raise WrapError(
             f"initial values differ between ranks, first those of {differing[0]!r} ({len(differing)} in all); seed all "
             f"ranks alike, or set fsdp_sync_module_states = true"
@@ -92,6 +93,7 @@ def wrap(model: nn.Module, config: FSDPConfig, device: torch.device) -> FullySha
         auto_wrap_policy=CustomPolicy(policy),
         mixed_precision=_mixed_precision(config),
         cpu_offload=CPUOffload(offload_params=True) if config.cpu_offload else None,
+        sync_module_states=config.sync_module_states and on_accelerator,
         use_orig_params=True,
     )
 
