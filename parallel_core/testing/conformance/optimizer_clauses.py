@@ -1,0 +1,174 @@
+"""Clauses on the optimizer: which is accepted, and its state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import parallel_core
+from parallel_core import StateDictError, WrapError
+from parallel_core import ranks as collective
+from parallel_core.testing import Ranks
+from parallel_core.testing.conformance.declaration import Capability, Declaration
+from parallel_core.testing.conformance.runs import (
+    KINDS,
+    MakeOptimizer,
+    Run,
+    adamw,
+    differences,
+    for_each,
+    momentum,
+    problems,
+    sgd,
+)
+from parallel_core.testing.models import CASES
+
+
+class OptimizerClauses(Declaration):
+    """What `wrap_optimizer` accepts, and what is saved and loaded of it."""
+
+    def test_refuses_an_optimizer_from_before_the_wrap(self, ranks: Ranks) -> None:
+        """An optimizer made before the wrap is a WrapError: it may train nothing."""
+        config = self.config("blocks")
+
+        def work() -> str:
+            model = CASES["blocks"].build()
+            optimizer = adamw(model.parameters())
+            wrapped = parallel_core.wrap_model_for_training(model, config)
+            assert wrapped is not None
+            try:
+                parallel_core.wrap_optimizer(wrapped, optimizer)
+            except WrapError as error:
+                return str(error)
+            return "no error"
+
+        assert all("before the model was wrapped" in message for message in ranks(work))
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("make", [adamw, momentum, sgd])
+    def test_optimizer_state_comes_back(self, ranks: Ranks, make: MakeOptimizer, kind: str) -> None:
+        """Saved and loaded into a fresh optimizer, state and options are the same bits."""
+
+        def work(case: str, config: Any) -> list[str]:
+            run = Run(case, config, make_optimizer=make)
+            run.train(2)
+            assert run.optimizer is not None
+            saved = parallel_core.optimizer_state_dict(run.model, run.optimizer, kind)
+            expected = parallel_core.optimizer_state_dict(run.model, run.optimizer)
+            fresh = parallel_core.wrap_optimizer(run.model, make(run.model.parameters()))
+            fresh.param_groups[0]["lr"] = 7.0
+            parallel_core.load_optimizer_state_dict(run.model, fresh, saved, kind)
+            return differences(parallel_core.optimizer_state_dict(run.model, fresh), expected)
+
+        assert problems(ranks(for_each, self.cases(training=True), work)) == []
+
+    def test_optimizer_state_is_the_bare_models(self, ranks: Ranks) -> None:
+        """`full` has the names, shapes and values of one process's state, on rank 0; elsewhere it is empty."""
+        self.needs(Capability.SAME_LOSSES)
+        cases = self.cases(exact=True)
+
+        def work(case: str, config: Any) -> dict[str, Any]:
+            run = Run(case, config)
+            run.train(3)
+            assert run.optimizer is not None
+            return parallel_core.optimizer_state_dict(run.model, run.optimizer)
+
+        (expected,) = ranks(for_each, dict.fromkeys(cases), work, world_size=1, process_group=False)
+        found, elsewhere = ranks(for_each, cases, work)
+        assert differences(found, expected, tolerance=1e-5) == []
+        assert elsewhere == {case: {} for case in cases}
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_reading_state_before_the_first_step_changes_nothing(self, ranks: Ranks, kind: str) -> None:
+        """An optimizer that has not stepped, or has gradients waiting, trains on as if nobody had looked."""
+        config = self.config("blocks")
+
+        def work(look: bool) -> dict[str, Any]:
+            run = Run("blocks", config)
+            assert run.optimizer is not None
+            if look:
+                parallel_core.optimizer_state_dict(run.model, run.optimizer, kind)
+            run.backward(seed=0)
+            if look:
+                parallel_core.optimizer_state_dict(run.model, run.optimizer, kind)
+                parallel_core.model_state_dict(run.model, kind)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.step(1)
+            return run.full()
+
+        assert differences(ranks(work, True)[0], ranks(work, False)[0]) == []
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(self, ranks: Ranks, kind: str) -> None:
+        """State loaded into a new model and a new optimizer gives the same next steps, bit for bit."""
+        cases = self.cases(training=True)
+        if kind == "full":
+            cases.pop("batch_norm", None)  # each rank has statistics of its own, and a full dict holds rank 0's
+
+        def work(case: str, config: Any) -> list[str]:
+            run = Run(case, config)
+            run.train(2)
+            assert run.optimizer is not None
+            weights = parallel_core.model_state_dict(run.model, kind)
+            state = parallel_core.optimizer_state_dict(run.model, run.optimizer, kind)
+            resumed = Run(case, config, seed=9)
+            assert resumed.optimizer is not None
+            parallel_core.load_model_state_dict(resumed.model, weights, kind)
+            parallel_core.load_optimizer_state_dict(resumed.model, resumed.optimizer, state, kind)
+            first = [run.step(seed) for seed in (5, 6)]
+            second = [resumed.step(seed) for seed in (5, 6)]
+            return differences({"losses": second}, {"losses": first}) + differences(resumed.full(), run.full())
+
+        assert problems(ranks(for_each, cases, work)) == []
+
+    def test_optimizer_state_moves_to_one_process_and_back(self, ranks: Ranks) -> None:
+        """`full` optimizer state of one process loads on any number of ranks, and comes out as the same bits."""
+        config = self.config("blocks")
+
+        def save() -> dict[str, Any]:
+            run = Run("blocks", None)
+            run.train(2)
+            assert run.optimizer is not None
+            return parallel_core.optimizer_state_dict(run.model, run.optimizer)
+
+        def move(config: Any, given: dict[str, Any]) -> dict[str, Any]:
+            run = Run("blocks", config)
+            assert run.optimizer is not None
+            own = given if collective.rank() == 0 else None
+            parallel_core.load_optimizer_state_dict(run.model, run.optimizer, own)
+            return parallel_core.optimizer_state_dict(run.model, run.optimizer)
+
+        (saved,) = ranks(save, world_size=1, process_group=False)
+        for world_size in self.world_sizes:
+            found = ranks(move, config, saved, world_size=world_size)[0]
+            assert differences(found, saved) == []
+            (back,) = ranks(move, None, found, world_size=1, process_group=False)
+            assert differences(back, saved) == []
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_optimizer_state_that_does_not_fit_is_refused(self, ranks: Ranks, kind: str) -> None:
+        """State of an unknown parameter is one StateDictError on every rank, and nothing is loaded."""
+        config = self.config("blocks")
+
+        def work() -> list[Any]:
+            run = Run("blocks", config)
+            run.train(1)
+            assert run.optimizer is not None
+            saved = parallel_core.optimizer_state_dict(run.model, run.optimizer, kind)
+            before = parallel_core.optimizer_state_dict(run.model, run.optimizer)
+            if collective.rank() == 0:
+                saved["state"]["ghost"] = {"exp_avg": torch.ones(2)}
+            try:
+                parallel_core.load_optimizer_state_dict(run.model, run.optimizer, saved, kind)
+            except StateDictError as error:
+                after = parallel_core.optimizer_state_dict(run.model, run.optimizer)
+                return [str(error), differences(after, before)]
+            return ["no error", []]
+
+        first, second = ranks(work, timeout=30)
+        assert first == second
+        assert "'ghost'" in first[0]
+        assert first[1] == []

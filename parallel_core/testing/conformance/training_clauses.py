@@ -1,0 +1,238 @@
+"""Clauses on the training step: losses, gradients, clipping, accumulation, scaling, compilation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import parallel_core
+from parallel_core import DistributedConfig
+from parallel_core import ranks as collective
+from parallel_core.testing import Ranks
+from parallel_core.testing.conformance.declaration import Capability, Declaration
+from parallel_core.testing.conformance.runs import Run, differences, for_each, problems, sgd
+
+STEPS = 10
+
+
+def trained(case: str, config: DistributedConfig | None) -> tuple[list[float], dict[str, Any]]:
+    """Return the losses of ten steps, and the weights after them."""
+    run = Run(case, config, seed=collective.rank())
+    return run.train(STEPS), run.full()
+
+
+class TrainingClauses(Declaration):
+    """What a step does."""
+
+    def test_trains_as_one_process_does(self, ranks: Ranks, world_size: int) -> None:
+        """Ten steps of AdamW give one process's losses and weights on the same batches, within 1e-5."""
+        self.needs(Capability.SAME_LOSSES)
+        cases = self.cases(exact=True)
+        (expected,) = ranks(for_each, dict.fromkeys(cases), trained, world_size=1, process_group=False)
+        found = ranks(for_each, cases, trained, world_size=world_size)
+        for case, (losses, weights) in expected.items():
+            for by_case in found:
+                assert by_case[case][0] == pytest.approx(losses, abs=1e-5), case
+            assert differences(found[0][case][1], weights, tolerance=1e-5, where=case) == []
+
+    def test_leaves_unused_parameters_alone(self, ranks: Ranks) -> None:
+        """A parameter that the loss does not use gets no gradient, and no weight decay either, as in one process."""
+        self.needs(Capability.UNUSED_PARAMETERS)
+        config = self.config("unused_parameter")
+
+        def work() -> list[str]:
+            run = Run("unused_parameter", config)
+            before = run.full()
+            run.train(2)
+            after = run.full()
+            spare = [name for name in before if name.startswith("spare.")]
+            return differences({name: after[name] for name in spare}, {name: before[name] for name in spare})
+
+        assert ranks(work) == [[], []]
+
+    def test_ranks_stay_together(self, ranks: Ranks) -> None:
+        """After training, what every rank holds whole is the same on all of them."""
+        self.needs(Capability.SAME_LOSSES)
+
+        def work(case: str, config: Any) -> list[str]:
+            run = Run(case, config, seed=collective.rank())
+            run.train(4)
+            return collective.differing_tensors(held_whole(run))
+
+        assert problems(ranks(for_each, self.cases(training=True), work)) == []
+
+    @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+    def test_clips_by_the_norm_of_the_whole_model(self, ranks: Ranks, norm_type: float, world_size: int) -> None:
+        """The norm is that of one process over the whole model, the same plain tensor on every rank, and it is kept."""
+        config = self.config("blocks")
+
+        def reference() -> float:
+            run = Run("blocks", None)
+            run.backward(seed=1)
+            return nn.utils.clip_grad_norm_(run.model.parameters(), 0.1, norm_type).item()
+
+        def work() -> list[Any]:
+            run = Run("blocks", config)
+            run.backward(seed=1)
+            norm = parallel_core.clip_grad_norm(run.model, 0.1, norm_type)
+            after = parallel_core.clip_grad_norm(run.model, 0.1, norm_type)
+            return [type(norm) is torch.Tensor and norm.dim() == 0, norm.item(), after.item()]
+
+        self.needs(Capability.SAME_LOSSES)
+        (expected,) = ranks(reference, world_size=1, process_group=False)
+        for is_plain, norm, after in ranks(work, world_size=world_size):
+            assert is_plain
+            assert norm == pytest.approx(expected, abs=1e-5)
+            assert after == pytest.approx(0.1, abs=1e-4)
+
+    def test_accumulates_the_gradient_of_the_whole_batch(self, ranks: Ranks, world_size: int) -> None:
+        """Micro-batches under no_sync, and one outside, make the step of their sum."""
+        self.needs(Capability.SAME_LOSSES)
+        config = self.config("blocks")
+
+        def reference() -> dict[str, Any]:
+            run = Run("blocks", None, make_optimizer=sgd)
+            accumulate(run)
+            return run.full()
+
+        def work() -> dict[str, Any]:
+            run = Run("blocks", config, make_optimizer=sgd)
+            accumulate(run)
+            return run.full()
+
+        (expected,) = ranks(reference, world_size=1, process_group=False)
+        assert differences(ranks(work, world_size=world_size)[0], expected, tolerance=1e-6) == []
+
+    def test_accumulates_in_silence(self, ranks: Ranks) -> None:
+        """Under no_sync a backward pass reduces no gradients between ranks."""
+        self.needs(Capability.QUIET_ACCUMULATION)
+        config = self.config("blocks")
+
+        def work() -> list[list[str]]:
+            run = Run("blocks", config)
+            run.step(0)
+            with parallel_core.no_sync(run.model):
+                silent = reductions(run)
+            return [silent, reductions(run)]
+
+        for silent, loud in ranks(work):
+            assert silent == []
+            assert loud != []
+
+    def test_no_sync_ends_with_its_block(self, ranks: Ranks) -> None:
+        """After an exception under no_sync, the next step is one that communicates."""
+        self.needs(Capability.SAME_LOSSES)
+        config = self.config("blocks")
+
+        def reference() -> dict[str, Any]:
+            run = Run("blocks", None)
+            run.train(2)
+            return run.full()
+
+        def work() -> dict[str, Any]:
+            run = Run("blocks", config)
+            with pytest.raises(ZeroDivisionError), parallel_core.no_sync(run.model):
+                raise ZeroDivisionError
+            run.train(2)
+            return run.full()
+
+        (expected,) = ranks(reference, world_size=1, process_group=False)
+        assert differences(ranks(work)[0], expected, tolerance=1e-5) == []
+
+    def test_skips_a_step_on_all_ranks_or_none(self, ranks: Ranks) -> None:
+        """With the strategy's gradient scaler, an overflow on one rank leaves the ranks with one model."""
+        config = self.config("blocks")
+
+        def work() -> list[str]:
+            run = Run("blocks", config)
+            assert run.optimizer is not None
+            scaler = parallel_core.grad_scaler(run.model)
+            index, _ = parallel_core.data_parallel(run.model)
+            for seed in range(3):
+                inputs, targets = run.case.batch(seed)
+                loss = run.case.loss(run.model(inputs), targets)
+                if scaler.is_enabled() and seed == 1 and index == 0:
+                    loss = loss * float("inf")
+                scaler.scale(loss).backward()
+                scaler.step(run.optimizer)
+                scaler.update()
+                run.optimizer.zero_grad()
+            finite = all(bool(torch.isfinite(value).all()) for value in run.local().values())
+            return collective.differing_tensors(held_whole(run)) + ([] if finite else ["a weight is not finite"])
+
+        self.needs(Capability.SAME_LOSSES)
+        assert ranks(work) == [[], []]
+
+    def test_shares_out_the_data(self, ranks: Ranks, world_size: int) -> None:
+        """Every rank reads one of `count` shares, and every share is read."""
+        config = self.config("blocks")
+
+        def work() -> tuple[int, int]:
+            return parallel_core.data_parallel(Run("blocks", config).model)
+
+        found = ranks(work, world_size=world_size)
+        (count,) = {count for _, count in found}
+        assert {index for index, _ in found} == set(range(count))
+
+    # The compiler asks tensors for their `grad` while it guards them; what it is warned of there is its own affair.
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+    def test_trains_compiled(self, ranks: Ranks) -> None:
+        """Through torch.compile of the wrapped model every verb works, with the same losses and names."""
+        self.needs(Capability.COMPILE)
+        config = self.config("blocks")
+
+        def work() -> list[Any]:
+            plain, run = Run("blocks", config), Run("blocks", config)
+            expected = [plain.step(seed) for seed in range(3)]
+            compiled: Any = torch.compile(run.model, backend="aot_eager")
+            losses = []
+            assert run.optimizer is not None
+            for seed in range(3):
+                with parallel_core.no_sync(compiled):
+                    pass
+                losses.append(run.backward(seed, model=compiled))
+                parallel_core.clip_grad_norm(compiled, 1e9)
+                parallel_core.wrap_optimizer(compiled, run.optimizer)
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            found = parallel_core.model_state_dict(compiled)
+            parallel_core.load_model_state_dict(compiled, found)
+            parallel_core.optimizer_state_dict(compiled, run.optimizer)
+            assert isinstance(parallel_core.grad_scaler(compiled), torch.amp.GradScaler)
+            return [losses, expected, differences(found, plain.full(), tolerance=1e-5)]
+
+        for losses, expected, changes in ranks(work, timeout=90):
+            assert losses == pytest.approx(expected, abs=1e-5)
+            assert changes == []
+
+
+def held_whole(run: Run) -> dict[str, Any]:
+    """Return the parameters of which every rank holds the whole."""
+    parameters = {name for name, _ in run.case.build().named_parameters()}
+    state_dict = parallel_core.model_state_dict(run.model, "sharded")
+    return {
+        name: state_dict[name] for name in state_dict if name in parameters and type(state_dict[name]) is torch.Tensor
+    }
+
+
+def accumulate(run: Run) -> None:
+    """Make one step of three micro-batches."""
+    with parallel_core.no_sync(run.model):
+        run.backward(seed=1)
+        run.backward(seed=2)
+    run.backward(seed=3)
+    assert run.optimizer is not None
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def reductions(run: Run) -> list[str]:
+    """Return the reductions between ranks during a backward pass, by the names that torch's backends record."""
+    inputs, targets = run.case.batch(seed=1)
+    loss = run.case.loss(run.model(inputs), targets)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss.backward()
+    return [event.key for event in profile.key_averages() if "reduce" in event.key and ":" in event.key]

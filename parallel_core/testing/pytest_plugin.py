@@ -1,0 +1,47 @@
+"""The pytest plugin: gives the fixture ``ranks``.
+
+pytest imports this module in every run of everyone who has parallel-core installed: it imports nothing but pytest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from parallel_core.testing.fixture import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Run functions on ranks: ``ranks(function, *args, world_size=2)`` returns the results by rank.
+
+    The worker processes are started when first needed and serve the whole test run. See
+    :class:`parallel_core.testing.Ranks`.
+    """
+    try:
+        from parallel_core.testing.fixture import Ranks
+    except ModuleNotFoundError as error:
+        if error.name != "cloudpickle":
+            raise
+        pytest.fail(
+            "the fixture 'ranks' needs cloudpickle, which is not installed: pip install 'parallel-core[testing]'",
+            pytrace=False,
+        )
+
+    with Ranks(by_value=lambda: _modules_of_tests(request.session)) as runner:
+        yield runner
+
+
+def _modules_of_tests(session: pytest.Session) -> list[ModuleType]:
+    """Return the test modules and conftest modules: pytest loads them from their files, workers can't import them."""
+    found = [getattr(item, "module", None) for item in session.items]
+    found += [plugin for plugin in session.config.pluginmanager.get_plugins() if _is_conftest(plugin)]
+    return list({id(module): module for module in found if isinstance(module, ModuleType)}.values())
+
+
+def _is_conftest(plugin: object) -> bool:
+    return isinstance(plugin, ModuleType) and (plugin.__file__ or "").endswith("conftest.py")

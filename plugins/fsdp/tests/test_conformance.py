@@ -1,0 +1,12 @@
+"""fsdp keeps the contract of a strategy."""
+
+from __future__ import annotations
+
+from parallel_core.testing.conformance import Capability, StrategyConformance
+
+
+class TestFSDP(StrategyConformance):
+    strategy = "fsdp"
+    options = {"mixed_precision": "fp32", "auto_wrap_min_params": 50}
+    lacks = {Capability.UNUSED_PARAMETERS: "the parameters of a unit share one gradient, zero where nothing flows"}
+    refuses = {"scalar_parameter": "'temperature' has no dimensions", "mixed_dtypes": "float32 .* and bfloat16"}
