@@ -42,14 +42,18 @@ def bind(registration: Registration, plugin: object) -> pluggy.HookRelay:
     missing = [hook for hook in REQUIRED_HOOKS if hook not in implementations]
     if missing:
         raise StrategyError(
-            f"strategy {registration}: {' and '.join(missing)} must be implemented, found only "
-            f"{sorted(implementations) or 'no function marked with @hookimpl'}; add it to {_place(plugin)}"
+            f"strategy {registration}: {' and '.join(missing)} must be implemented, found "
+            f"{f'only {sorted(implementations)}' if implementations else 'no function marked with @hookimpl'}; "
+            f"add it to {_place(plugin)}"
         )
-    manager.register(plugin, name=registration.name)
+    try:
+        manager.register(plugin, name=registration.name)
+    except pluggy.PluginValidationError as error:  # what pluggy does find: a wrapper that does not yield
+        raise StrategyError(f"strategy {registration}: {' '.join(str(error).split())}") from error
     # A hook that the strategy answers is not also registered as a default: with firstresult, an answer of None would
     # call the next implementation too.
     left_out = [hook for hook in specifications() if hook not in implementations and hasattr(defaults, hook)]
-    manager.register(SimpleNamespace(**{hook: getattr(defaults, hook) for hook in left_out}), name="defaults")
+    manager.register(SimpleNamespace(**{hook: getattr(defaults, hook) for hook in left_out}), name=defaults.__name__)
     return manager.hook
 
 
@@ -59,14 +63,12 @@ def find_implementations(manager: pluggy.PluginManager, registration: Registrati
     implementations: dict[str, Any] = {}
     for attribute in dir(plugin):
         options = manager.parse_hookimpl_opts(plugin, attribute)
-        function = getattr(plugin, attribute, None) if options or attribute in specs else None
         if options is None:
-            if inspect.isroutine(function) and _defined_by(plugin, function):
-                raise StrategyError(
-                    f"strategy {registration}: {_signature(attribute, function)} bears the name of a hook and is not "
-                    f"marked; put @hookimpl above it, or rename it"
-                )
+            problem = _unmarked_problem(plugin, attribute) if attribute in specs else ""
+            if problem:
+                raise StrategyError(f"strategy {registration}: {problem}")
             continue
+        function = getattr(plugin, attribute)
         hook = options["specname"] or attribute
         if hook not in specs:
             raise StrategyError(
@@ -88,6 +90,18 @@ def find_implementations(manager: pluggy.PluginManager, registration: Registrati
     return implementations
 
 
+def _unmarked_problem(plugin: object, name: str) -> str:
+    """Return what is wrong with an attribute that bears a hook's name and is none to pluggy, or an empty string."""
+    value = inspect.getattr_static(plugin, name)  # a property must not run
+    value = getattr(value, "__func__", value)
+    if isinstance(value, property) or getattr(value, f"{PROJECT}_impl", None):
+        return f"{name} is a {type(value).__name__}, which is never called as a hook; write a plain function"
+    if inspect.isroutine(value) and _defined_by(plugin, value):
+        signature = _signature(name, getattr(plugin, name))
+        return f"{signature} bears the name of a hook and is not marked; put @hookimpl above it, or rename it"
+    return ""
+
+
 def _signature_problem(function: Any, spec: Any, is_wrapper: bool) -> str:
     """Return what is wrong with an implementation's signature, or an empty string."""
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
@@ -103,7 +117,8 @@ def _signature_problem(function: Any, spec: Any, is_wrapper: bool) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY:
             return f"has the keyword-only argument {parameter.name!r}, which is never passed; write {expected}"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            return f"has the argument {parameter}, which is never passed; write {expected}"
+            argument = parameter.replace(annotation=parameter.empty)
+            return f"has the argument {argument}, which is never passed; write {expected}"
         if parameter.name not in allowed:
             return (
                 f"has the argument {parameter.name!r}, which the hook lacks{did_you_mean(parameter.name, allowed)}; "

@@ -50,15 +50,13 @@ def model_state_dict(model: nn.Module, state_dict_type: StateDictType) -> dict[s
 
 @hookimpl
 def load_model_state_dict(model: nn.Module, state_dict: dict[str, Any], state_dict_type: StateDictType) -> None:
-    import torch
-
     from parallel_core import tensors
-    from parallel_core.record import bare_state, inner_module, load_extra_state
+    from parallel_core.record import bare_state, inner_module, load_extra_state, spec_of
 
     inner = inner_module(model)
     state = bare_state(inner)
     for name, value in state_dict.items():
-        if isinstance(state[name], torch.Tensor):
+        if spec_of(name, state[name]) is not None:
             tensors.assign(state[name], value, state_dict_type)
     load_extra_state(inner, state_dict)
 

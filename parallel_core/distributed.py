@@ -79,9 +79,8 @@ def _join(config: DistributedConfig) -> bool:
             f"the environment has {', '.join(found)} and lacks {', '.join(missing)}; start the script with torchrun, "
             f"or set all of them"
         )
-    rank, world_size, local_rank, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
-    if not 0 <= rank < world_size:
-        raise ProcessGroupError(f"RANK is {rank}, expected 0 to WORLD_SIZE - 1, which is {world_size - 1}")
+    world_size, local_rank = _number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0)
+    rank, port = _number("RANK", 0, world_size - 1), _number("MASTER_PORT", 0, 65535)
     device = local_device(config)
     if device.type != "cpu":
         count = torch.accelerator.device_count()
@@ -96,17 +95,22 @@ def _join(config: DistributedConfig) -> bool:
     try:
         dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
     except Exception as error:
+        reason = next(iter(str(error).splitlines()), "").rstrip(".")
         raise ProcessGroupError(
             f"rank {rank} could not join {world_size} ranks at {os.environ['MASTER_ADDR']}:{port} within "
-            f"{config.timeout_seconds} s: {type(error).__name__}: {str(error).splitlines()[0]}; check that every "
-            f"rank was started and that the port is free"
+            f"{config.timeout_seconds} s: {type(error).__name__}: {reason}; check that every rank was started and that "
+            f"the port is free"
         ) from error
     return True
 
 
-def _number(name: str) -> int:
+def _number(name: str, lowest: int, highest: int | None = None) -> int:
     text = os.environ[name]
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
         raise ProcessGroupError(f"{name} is {text!r}, expected a whole number") from None
+    if number < lowest or (highest is not None and number > highest):
+        allowed = f"{lowest} or more" if highest is None else f"{lowest} to {highest}"
+        raise ProcessGroupError(f"{name} is {number}, expected {allowed}")
+    return number

@@ -125,9 +125,9 @@ def load_model_state_dict(model: nn.Module, state_dict: dict[str, Any], state_di
 
     When: after the verb has checked keys, shapes and dtypes and all ranks have agreed that they fit. `state_dict` is
     a dict of the verb's own, in the model's order, and holds the entries to load and no others. Under `full` rank 0's
-    has the tensors (on any device) and the other ranks' the same keys with meta tensors. Under `sharded` an entry is a
-    DTensor, or a plain tensor that is whole on every rank. Where the user asked for a cast, a dtype may differ from the
-    model's; `copy_` converts it.
+    has the tensors (on any device) and the other ranks' has the same keys, with meta tensors of the same shapes and
+    dtypes. Under `sharded` an entry is a DTensor, or a plain tensor that is whole on every rank. Where the user asked
+    for a cast, a dtype may differ from the model's; `copy_` converts it.
     Must: load every entry, converting DTensors where the model has none, and the other way round.
     """
 

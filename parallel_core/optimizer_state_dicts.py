@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,16 @@ import torch
 from parallel_core import ranks
 from parallel_core.hookspecs import StateDictType
 from parallel_core.record import Layout, TensorSpec
-from parallel_core.state_dicts import Verdict, agree_on, describe, named
+from parallel_core.state_dicts import (
+    Verdict,
+    agree_on,
+    describe,
+    entries_number,
+    named,
+    on_meta,
+    outlined,
+    verdict_of,
+)
 from parallel_core.tensors import is_dtensor
 
 Groups = Sequence[Mapping[str, Any]]
@@ -33,39 +42,53 @@ def check_optimizer_state_dict(
     Raises:
         StateDictError: it does not fit; the same error on every rank.
     """
-    judges = state_dict_type is StateDictType.SHARDED or ranks.rank() == 0
-    verdict = Verdict([], [], list(problems(layout, groups, state_dict, state_dict_type))) if judges else None
-    outline = _outline(state_dict) if judges and verdict and not verdict.problems else None
+    verdict = verdict_of(state_dict_type, lambda: _judge(layout, groups, state_dict, state_dict_type))
     agree_on(verdict, (state_dict_type.value,), strict=True, of_what="optimizer")
-    if state_dict_type is StateDictType.SHARDED:
-        # Ranks whose dicts hold different entries would wait for each other in different places.
-        entries = {name: sorted(keys) for name, keys in outline["state"].items()} if outline else {}
-        agree_on(Verdict([], [], []), ("entries", sorted(entries.items())), strict=True, of_what="optimizer")
-        return {"state": dict(state_dict["state"]), "param_groups": list(state_dict["param_groups"])}
-    outline = ranks.broadcast(outline)
-    if ranks.rank() == 0:
-        return {"state": dict(state_dict["state"]), "param_groups": list(state_dict["param_groups"])}
-    return {"state": _on_meta(outline["state"]), "param_groups": outline["param_groups"]}
+    if state_dict_type is StateDictType.FULL:
+        outline = ranks.broadcast(_mapped(layout, state_dict, outlined) if ranks.rank() == 0 else None)
+        if ranks.rank():
+            return _mapped(layout, outline, on_meta)
+    return _mapped(layout, state_dict, lambda value: value)
 
 
-def problems(layout: Layout, groups: Groups, state_dict: Any, state_dict_type: StateDictType) -> Iterator[str]:
+def _judge(layout: Layout, groups: Groups, state_dict: Any, state_dict_type: StateDictType) -> Verdict:
+    found = list(_problems(layout, groups, state_dict, state_dict_type))
+    if found:
+        return Verdict([], [], found)
+    entries = [
+        (name, key, is_dtensor(value)) for name, values in state_dict["state"].items() for key, value in values.items()
+    ]
+    return Verdict([], [], [], entries_number(sorted(entries), state_dict_type))
+
+
+def _problems(layout: Layout, groups: Groups, state_dict: Any, state_dict_type: StateDictType) -> Iterator[str]:
     """Yield what is wrong with the state dict of this rank, a line each."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         keys = f" with {sorted(map(str, state_dict))}" if isinstance(state_dict, Mapping) else ""
         yield f"expected a dict with 'state' and 'param_groups', found {describe(state_dict)}{keys}"
         return
-    unknown = [str(name) for name in state_dict["state"] if name not in layout.parameters]
+    state, saved = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(saved, list | tuple) or not all(isinstance(g, Mapping) and "params" in g for g in saved):
+        yield f"'param_groups': expected a list of dicts that have 'params', found {saved!r:.80}"
+        return
+    if not isinstance(state, Mapping) or not all(isinstance(values, Mapping) for values in state.values()):
+        yield f"'state': expected a dict of each parameter's values, found {state!r:.80}"
+        return
+    if any(isinstance(name, int) for group in saved for name in group["params"]):
+        yield "parameters stand by their positions, as torch itself saves them; optimizer_state_dict saves their names"
+        return
+    unknown = [str(name) for name in state if name not in layout.parameters]
     if unknown:
         yield named("state of parameters that the model lacks", unknown)
-    yield from _group_problems(groups, state_dict["param_groups"])
-    for name, entries in state_dict["state"].items():
+    yield from _group_problems(groups, saved)
+    for name, values in state.items():
         if name in layout.parameters:
-            for key, value in entries.items():
+            for key, value in values.items():
                 if isinstance(value, torch.Tensor):
                     yield from _tensor_problems(f"{name!r}, {key!r}", value, _spec(layout, name), state_dict_type)
 
 
-def _group_problems(own: Groups, saved: Any) -> Iterator[str]:
+def _group_problems(own: Groups, saved: Groups) -> Iterator[str]:
     if len(own) != len(saved):
         yield f"the optimizer has {len(own)} parameter groups, the state dict {len(saved)}; make the same groups"
         return
@@ -98,25 +121,11 @@ def _spec(layout: Layout, name: str) -> TensorSpec:
     return spec
 
 
-def _outline(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dict with a `TensorSpec` for every tensor, small enough to be sent."""
-    return {
-        "state": {
-            name: {
-                key: TensorSpec(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
-                for key, value in entries.items()
-            }
-            for name, entries in state_dict["state"].items()
-        },
-        "param_groups": [dict(group) for group in state_dict["param_groups"]],
+def _mapped(layout: Layout, state_dict: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict in the same order on every rank, with a function applied to each value."""
+    state = {
+        name: {key: function(values[key]) for key in sorted(values)}
+        for name in layout.parameters
+        if (values := state_dict["state"].get(name)) is not None
     }
-
-
-def _on_meta(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {
-        name: {
-            key: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, TensorSpec) else value
-            for key, value in entries.items()
-        }
-        for name, entries in state.items()
-    }
+    return {"state": state, "param_groups": [dict(group) for group in state_dict["param_groups"]]}

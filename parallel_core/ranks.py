@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel_core import errors
 from parallel_core.errors import ParallelCoreError, RankError
 
 __all__ = [
@@ -88,7 +89,8 @@ def agree(error: Exception | None, kind: type[ParallelCoreError] = RankError) ->
     """
     mine: tuple[type[ParallelCoreError], str] | None = None
     if isinstance(error, ParallelCoreError):
-        mine = (type(error), str(error))
+        # The nearest class of this package: one of a strategy's own may not be had, or made from a text, elsewhere.
+        mine = (next(found for found in type(error).__mro__ if found.__module__ == errors.__name__), str(error))
     elif error is not None:
         mine = (kind, f"{type(error).__name__}: {error}")
     verdicts = all_gather(mine)
@@ -111,9 +113,12 @@ def broadcast_tensor(tensor: torch.Tensor) -> None:
     """Overwrite a plain tensor with rank 0's, bit for bit; shape and dtype must be the same on every rank."""
     if world_size() == 1 or tensor.numel() == 0:
         return
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0:  # one element that is seen many times (`expand`) can be written to once
+            tensor = tensor.narrow(dimension, 0, 1)
     # Bytes, because a backend refuses some dtypes (bool, complex, fp8) that nobody wants to be computed with here.
-    contiguous = tensor.detach().contiguous()
-    data = contiguous.reshape(-1).view(torch.uint8)
+    contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    data = bits(contiguous)
     staged = data.to(_reachable_device(data.device))
     dist.broadcast(staged, src=0)
     if staged.data_ptr() != tensor.data_ptr():
@@ -139,8 +144,13 @@ def differing_tensors(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes, to compare it bit for bit: NaN equals itself, and every dtype can be compared."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    """Return a tensor's bytes, to compare it bit for bit: NaN equals itself, and every dtype can be compared.
+
+    Of a contiguous tensor they are its own memory, not a copy.
+    """
+    contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not view(-1): a tensor of one element may have any stride and counts as contiguous all the same.
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
 def _reachable_device(device: torch.device) -> torch.device:

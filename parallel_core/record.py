@@ -33,7 +33,9 @@ __all__ = [
     "bare_state",
     "find_record",
     "inner_module",
+    "is_wrapped",
     "parameter_names",
+    "spec_of",
 ]
 
 
@@ -48,12 +50,22 @@ class TensorSpec:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
+def spec_of(name: str, value: object) -> TensorSpec | None:
+    """Return what an entry of a state dict looks like, or None for one that is not a tensor of the model's own.
+
+    Extra state can be a tensor too, but a module makes it when it is asked, each time of the size that it needs.
+    """
+    if name.rpartition(".")[2] == "_extra_state" or not isinstance(value, torch.Tensor):
+        return None
+    return TensorSpec(tuple(value.shape), value.dtype)
+
+
 @dataclass(frozen=True)
 class Layout:
     """The bare model's state dict, without its values.
 
     Attributes:
-        entries: what stands under each key, in the model's order; None for an entry that is no tensor (`_extra_state`).
+        entries: what stands under each key, in the model's order; None where `spec_of` gives none (`_extra_state`).
         parameters: the names of the parameters, a tied one by its first name, in the model's order.
         tied: all names of each parameter that has more than one.
         frozen: the names of the parameters that need no gradient.
@@ -67,10 +79,7 @@ class Layout:
     @classmethod
     def of(cls, model: nn.Module) -> Layout:
         """Return the layout of a bare model; the wrappers of `torch.compile`, around it or inside it, don't count."""
-        entries = {
-            name: TensorSpec(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
-            for name, value in bare_state(model).items()
-        }
+        entries = {name: spec_of(name, value) for name, value in bare_state(model).items()}
         bare = bare_names(model)
         parameters = tuple(bare(name) for name, _ in model.named_parameters())
         tied = tuple(tuple(bare(name) for name in group) for group in tied_parameters(model))
@@ -101,11 +110,26 @@ class Record:
         return Record, (self.strategy, self.config, self.layout)
 
 
+class _Inside:
+    """The mark on the module inside a wrapped one. A copy of that module alone is a bare model again."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        self._wrapped = weakref.ref(wrapped)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Inside | None:
+        copied = memo.get(id(self._wrapped()))
+        return None if copied is None else _Inside(copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bool, (True,)  # another process can't know whether the wrapper comes along
+
+
 def attach(record: Record, wrapped: nn.Module, bare: nn.Module) -> None:
     """Mark a wrapped model with its record, and the module inside, where it is another object, as the inner one."""
+    wrapped, bare = uncompiled(wrapped), uncompiled(bare)  # as all who look for the marks do
     vars(wrapped)[RECORD] = record
     if bare is not wrapped:
-        vars(bare)[INNER] = True
+        vars(bare)[INNER] = _Inside(wrapped)
 
 
 def find_record(model: nn.Module) -> Record | None:
@@ -115,7 +139,7 @@ def find_record(model: nn.Module) -> Record | None:
         WrapError: it is the module inside a wrapped one.
     """
     model = uncompiled(model)
-    if INNER in vars(model):
+    if _is_inside(model):
         raise WrapError(
             f"this {type(model).__name__} is the module inside a wrapped model, whose parameters may be this rank's "
             f"shards alone; pass what wrap_model_for_training returned"
@@ -124,9 +148,18 @@ def find_record(model: nn.Module) -> Record | None:
     return record
 
 
+def is_wrapped(module: nn.Module) -> bool:
+    """Return whether a module is a wrapped model itself, or the module inside of one."""
+    return RECORD in vars(module) or _is_inside(module)
+
+
 def inner_module(model: nn.Module) -> nn.Module:
     """Return the user's module inside of a wrapped one: itself where the strategy returned the same object."""
-    return next((module for module in model.modules() if INNER in vars(module)), model)
+    return next((module for module in model.modules() if _is_inside(module)), model)
+
+
+def _is_inside(module: nn.Module) -> bool:
+    return vars(module).get(INNER) is not None
 
 
 def bare_state(model: nn.Module) -> dict[str, Any]:
@@ -161,12 +194,12 @@ def bare_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def load_extra_state(model: nn.Module, state_dict: dict[str, Any]) -> None:
-    """Hand the entries of a state dict that are no tensors (`_extra_state`) to the modules they belong to."""
+    """Hand the entries of a state dict that have no spec (`_extra_state`) to the modules they belong to."""
     bare = bare_names(model)
     own = {
         name: state_dict[bare(name)]
         for name, value in model.state_dict(keep_vars=True).items()
-        if not isinstance(value, torch.Tensor) and bare(name) in state_dict
+        if spec_of(name, value) is None and bare(name) in state_dict
     }
     if own:
         model.load_state_dict(own, strict=False)

@@ -38,25 +38,33 @@ def registrations() -> dict[str, tuple[Registration, ...]]:
     claims: dict[str, list[Registration]] = {}
     seen: set[str] = set()
     for distribution in importlib.metadata.distributions():
-        # Most distributions register nothing here: their text is looked at, never parsed, so that a file which can't
-        # be parsed breaks nobody who has nothing to do with it.
-        if ENTRY_POINT_GROUP not in (distribution.read_text("entry_points.txt") or ""):
+        try:
+            found = _claims_of(distribution)
+        except Exception as error:  # a damaged file, or none: whatever reading it raises
+            where = getattr(distribution, "_path", distribution)
+            logger.warning("%s: its entry points can't be read (%s), so it registers nothing", where, error)
             continue
-        name, version = distribution.metadata["Name"], distribution.version
         # One distribution can stand on sys.path twice (lib64 linked to lib, an egg-info beside a dist-info). The first
         # one is the one that an import takes.
-        identity = re.sub(r"[-_.]+", "-", name).lower()
-        if identity in seen:
-            continue
-        seen.add(identity)
-        try:
-            entry_points = distribution.entry_points.select(group=ENTRY_POINT_GROUP)
-        except Exception as error:
-            logger.warning("%s %s: its entry points can't be read (%s), so it registers nothing", name, version, error)
-            continue
-        for entry_point in entry_points:
-            claims.setdefault(entry_point.name, []).append(Registration(entry_point.name, name, version, entry_point))
+        identities = {re.sub(r"[-_.]+", "-", claim.distribution).lower() for claim in found}
+        if not identities & seen:
+            seen |= identities
+            for claim in found:
+                claims.setdefault(claim.name, []).append(claim)
     return {name: tuple(claims[name]) for name in sorted(claims)}
+
+
+def _claims_of(distribution: importlib.metadata.Distribution) -> list[Registration]:
+    # Most distributions register nothing here: their text is looked at, never parsed, so that a file which can't be
+    # parsed breaks nobody who has nothing to do with it.
+    if f"[{ENTRY_POINT_GROUP}]" not in (distribution.read_text("entry_points.txt") or ""):
+        return []
+    name = distribution.metadata["Name"]
+    if not name:
+        raise ValueError("its metadata gives no name; an uninstall may have been interrupted")
+    version = distribution.version or "of unknown version"
+    entry_points = distribution.entry_points.select(group=ENTRY_POINT_GROUP)
+    return [Registration(entry_point.name, name, version, entry_point) for entry_point in entry_points]
 
 
 def find_registration(name: str) -> Registration:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from parallel_core import ranks
 from parallel_core.errors import StateDictError, did_you_mean
 from parallel_core.hookspecs import StateDictType
-from parallel_core.record import Layout
+from parallel_core.record import Layout, TensorSpec
 from parallel_core.tensors import is_dtensor
 
 SHOWN = 10  # names shown of a list in an error: a thousand of them would hide the rest
@@ -24,11 +25,18 @@ class IncompatibleKeys(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What one rank thinks of the state dict it was handed."""
+    """What one rank thinks of the state dict it was handed.
+
+    Attributes:
+        missing, unexpected: names that it lacks, and names that the model lacks.
+        problems: what else is wrong, a line each.
+        entries: under `sharded`, a number that tells which entries there are and which of them are sharded.
+    """
 
     missing: list[str]
     unexpected: list[str]
     problems: list[str]
+    entries: int = 0
 
 
 def parse_state_dict_type(value: str) -> StateDictType:
@@ -56,9 +64,7 @@ def check_model_state_dict(
     Raises:
         StateDictError: it does not fit; the same error on every rank.
     """
-    verdict = None
-    if state_dict_type is StateDictType.SHARDED or ranks.rank() == 0:
-        verdict = judge(layout, state_dict, state_dict_type, cast=cast)
+    verdict = verdict_of(state_dict_type, lambda: judge(layout, state_dict, state_dict_type, cast=cast))
     found = agree_on(verdict, (state_dict_type.value, strict, cast), strict=strict, of_what="model")
     missing = set(found.missing_keys)
     return IncompatibleKeys([name for name in layout.entries if name in missing], found.unexpected_keys)
@@ -72,16 +78,42 @@ def entries_to_load(
     Under `full` the ranks other than 0 hold meta tensors; entries that are no tensors are rank 0's on every rank.
     """
     skipped = set(missing)
-    specs = {name: spec for name, spec in layout.entries.items() if name not in skipped}
+    names = [name for name in layout.entries if name not in skipped]
     if state_dict_type is StateDictType.SHARDED or ranks.world_size() == 1:
-        return {name: state_dict[name] for name in specs}
-    is_source = ranks.rank() == 0
-    others = [name for name, spec in specs.items() if spec is None]
-    entries: dict[str, Any] = ranks.broadcast({name: state_dict[name] for name in others} if is_source else None)
-    for name, spec in specs.items():
-        if spec is not None:
-            entries[name] = state_dict[name] if is_source else torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-    return {name: entries[name] for name in specs}
+        return {name: state_dict[name] for name in names}
+    outline = None
+    if ranks.rank() == 0:
+        # Not the model's own shapes and dtypes: where a cast is asked for, what rank 0 sends has another dtype.
+        outline = {
+            name: state_dict[name] if layout.entries[name] is None else outlined(state_dict[name]) for name in names
+        }
+    outline = ranks.broadcast(outline)
+    return {name: state_dict[name] if ranks.rank() == 0 else on_meta(outline[name]) for name in names}
+
+
+def outlined(value: Any) -> Any:
+    """Return a `TensorSpec` for a tensor, which is small enough to be sent, and anything else as it is."""
+    return TensorSpec(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def on_meta(value: Any) -> Any:
+    """Return a meta tensor for a `TensorSpec`, and anything else as it is."""
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, TensorSpec) else value
+
+
+def verdict_of(state_dict_type: StateDictType, judge: Callable[[], Verdict]) -> Verdict | None:
+    """Return this rank's verdict, or None where its state dict does not count."""
+    if state_dict_type is StateDictType.FULL and ranks.rank():
+        return None
+    try:
+        return judge()
+    except Exception as error:  # whatever a state dict of a strange kind raises: the other ranks wait for the verdict
+        return Verdict([], [], [f"{type(error).__name__}: {error}"])
+
+
+def entries_number(entries: Iterable[object], state_dict_type: StateDictType) -> int:
+    """Return `Verdict.entries`: 0 under `full`, where one dict counts."""
+    return 0 if state_dict_type is StateDictType.FULL else zlib.crc32(repr(list(entries)).encode())
 
 
 def judge(layout: Layout, state_dict: Any, state_dict_type: StateDictType, *, cast: bool) -> Verdict:
@@ -108,7 +140,8 @@ def judge(layout: Layout, state_dict: Any, state_dict_type: StateDictType, *, ca
             problems.append(f"{name!r}: wrong dtype: the model has {spec}, the state dict {found}; cast=True converts")
     if not problems:
         problems = list(_tied_apart(layout, state_dict))
-    return Verdict(missing, unexpected, problems)
+    present = [(name, is_dtensor(state_dict[name])) for name in layout.entries if name in state_dict]
+    return Verdict(missing, unexpected, problems, entries_number(present, state_dict_type))
 
 
 def describe(value: object) -> str:
@@ -167,6 +200,10 @@ def agree_on(verdict: Verdict | None, call: tuple[Any, ...], *, strict: bool, of
     lines += [problem + _where([where], len(verdicts)) for problem, where in list(problems.items())[:SHOWN]]
     if len(problems) > SHOWN:
         lines.append(f"and {len(problems) - SHOWN} more problems like these")
+    odd = [index for index, found in verdicts.items() if found.entries != verdicts[0].entries]
+    if odd and not missing:
+        # Each of them may fit, and loading would still wait for ever: a sharded entry is put together by all ranks.
+        lines.append(f"rank {', '.join(map(str, odd))}: not the same entries as on rank 0, or not sharded alike")
     if lines:
         raise StateDictError("\n  - ".join([f"the state dict does not fit the {of_what}; nothing was loaded:", *lines]))
     return IncompatibleKeys(list(missing), list(unexpected))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -114,20 +115,20 @@ class Strategy:
         return self._expect(bool, "applies", self._hooks.applies(world_size=world_size, device=device))
 
     def plan_units(self, model: nn.Module, config: StrategyConfig) -> list[Unit]:
-        return self._expect(list, "plan_units", self._hooks.plan_units(model=model, config=config))
+        from parallel_core.units import Unit
+
+        return self._expect_list(Unit, "plan_units", self._hooks.plan_units(model=model, config=config))
 
     def check_model(self, model: nn.Module, config: StrategyConfig, device: torch.device) -> list[str]:
-        return self._expect(list, "check_model", self._hooks.check_model(model=model, config=config, device=device))
+        with self._failing_to("check the model"):
+            answer = self._hooks.check_model(model=model, config=config, device=device)
+        return self._expect_list(str, "check_model", answer)
 
     def wrap_model(self, model: nn.Module, config: StrategyConfig, device: torch.device) -> nn.Module:
         from torch import nn
 
-        try:
+        with self._failing_to("wrap the model"):
             answer = self._hooks.wrap_model(model=model, config=config, device=device)
-        except ParallelCoreError:
-            raise
-        except Exception as error:
-            raise WrapError(f"strategy {self} failed to wrap the model: {type(error).__name__}: {error}") from error
         return self._expect(nn.Module, "wrap_model", answer)
 
     def wrap_optimizer(
@@ -182,6 +183,15 @@ class Strategy:
     def data_parallel(self, model: nn.Module) -> tuple[int, int]:
         return self._expect(tuple, "data_parallel", self._hooks.data_parallel(model=model))
 
+    @contextmanager
+    def _failing_to(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except ParallelCoreError:
+            raise
+        except Exception as error:
+            raise WrapError(f"strategy {self} failed to {what}: {type(error).__name__}: {error}") from error
+
     def _expect(self, kind: type[T], hook: str, answer: object) -> T:
         if isinstance(answer, kind):
             return answer
@@ -189,3 +199,13 @@ class Strategy:
             f"strategy {self}: hook {hook} returned {type(answer).__name__}, expected {kind.__name__}; "
             f"this is a bug in {self.distribution}"
         )
+
+    def _expect_list(self, kind: type[T], hook: str, answer: object) -> list[T]:
+        found: list[T] = self._expect(list, hook, answer)
+        wrong = [type(item).__name__ for item in found if not isinstance(item, kind)]
+        if wrong:
+            raise StrategyError(
+                f"strategy {self}: hook {hook} returned a list with {wrong[0]} in it, expected {kind.__name__} alone; "
+                f"this is a bug in {self.distribution}"
+            )
+        return found

@@ -27,7 +27,7 @@ from parallel_core.state_dicts import (
     parse_state_dict_type,
 )
 from parallel_core.strategy import Strategy, bare_model_strategy, bound_strategy
-from parallel_core.wrapping import check_wrap, earlier_optimizers, local_device, log_declined
+from parallel_core.wrapping import check_alike, check_wrap, earlier_optimizers, local_device, log_declined
 
 if TYPE_CHECKING:
     from parallel_core.config import DistributedConfig
@@ -52,9 +52,12 @@ def wrap_model_for_training(
         WrapError: the strategy can't honour the config for this model on this device; the same error on every rank, and
             the model is as it was.
     """
-    strategy = bound_strategy(config.parallel_strategy)
-    device = local_device(config) if device is None else torch.device(device)
-    if not strategy.applies(ranks.world_size(), device):
+    with ranks.agreement(WrapError):
+        strategy = bound_strategy(config.parallel_strategy)
+        device = local_device(config) if device is None else torch.device(device)
+        applies = strategy.applies(ranks.world_size(), device)
+    check_alike(config, applies=applies)
+    if not applies:
         log_declined(strategy, config, device)
         return None
     layout = check_wrap(model, strategy, config, device)
@@ -106,13 +109,19 @@ def model_state_dict(model: nn.Module, state_dict_type: StateDictType | str = St
     layout = Layout.of(model) if record is None else record.layout
     entries = strategy.model_state_dict(model, kind)
     expected = {} if kind is StateDictType.FULL and ranks.rank() else layout.entries
-    if entries.keys() != expected.keys():
-        raise StrategyError(
-            f"strategy {strategy}: hook model_state_dict returned other names than the bare model's on rank "
-            f"{ranks.rank()}: {named('missing', expected.keys() - entries.keys())}; "
-            f"{named('unexpected', entries.keys() - expected.keys())}"
-        )
+    with ranks.agreement():
+        _check_names(strategy, entries, expected)
     return {name: entries[name] for name in expected}
+
+
+def _check_names(strategy: Strategy, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    missing = [name for name in expected if name not in found]
+    unexpected = [name for name in found if name not in expected]
+    if missing or unexpected:
+        raise StrategyError(
+            f"strategy {strategy}: hook model_state_dict returned other names than the bare model's: "
+            f"{named('missing', missing)}; {named('unexpected', unexpected)}; this is a bug in {strategy.distribution}"
+        )
 
 
 def load_model_state_dict(

@@ -6,7 +6,7 @@ a model on the meta device, and for the wrap.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -43,8 +43,8 @@ def choose_units(
     how torch's `size_based_auto_wrap_policy` counts. With 0 it is every module that has parameters of its own. Never
     a unit is: a container without forward (`ModuleList`, `ModuleDict`, ...), whose hooks would never run; a part of a
     module that reads its children's weights without calling them (`MultiheadAttention`), though the whole may be; a
-    module with a parameter, or a whole module inside, that is also reached from outside of it: tied parameters go to
-    the nearest unit that holds all of their places.
+    module that stands in several places, as a wrapper would be put into one of them; a module with a parameter that is
+    also reached from outside of it. Such parameters go to the nearest unit that holds all of their places.
 
     Args:
         model: the bare model; may be on the meta device.
@@ -52,7 +52,7 @@ def choose_units(
         always: modules for which this is true become units whatever their size, by the same rules.
     """
     first_name = {parameter: name for name, parameter in model.named_parameters()}
-    is_closed = _closed_test(model)
+    can_hold = _holding_test(model)
     units: list[Unit] = []
     visited: set[nn.Module] = {model}
     taken: set[nn.Parameter] = set()
@@ -66,7 +66,7 @@ def choose_units(
         visited.add(module)
         left = [parameter for parameter in module.parameters() if parameter not in taken]
         is_big = sum(parameter.numel() for parameter in left) >= min_params
-        if left and (is_big or always(module)) and _has_forward(module) and is_closed(module, left):
+        if left and (is_big or always(module)) and can_hold(module, left):
             taken.update(left)
             units.append(Unit(name, module, {first_name[parameter]: parameter for parameter in left}))
 
@@ -90,11 +90,12 @@ def describe_no_units(model: nn.Module, field: str, min_params: int) -> str:
         field: the setting that holds the threshold, with the strategy's prefix.
         min_params: its value, in elements.
     """
-    is_closed = _closed_test(model)
+    can_hold = _holding_test(model)
+    inside = {part for module in model.modules() if _reads_its_children(module) for part in module.modules()}
     sizes = {
         name: sum(parameter.numel() for parameter in module.parameters())
         for name, module in model.named_modules()
-        if name and _has_forward(module) and is_closed(module, list(module.parameters()))
+        if name and (module not in inside or _reads_its_children(module)) and can_hold(module, module.parameters())
     }
     largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])[:3]
     problem = (
@@ -114,8 +115,8 @@ def tied_parameters(model: nn.Module) -> list[tuple[str, ...]]:
     return [tuple(group) for group in names.values() if len(group) > 1]
 
 
-def _closed_test(model: nn.Module) -> Callable[[nn.Module, list[nn.Parameter]], bool]:
-    """Return a test whether parameters are reached through a given module only, and by no way around it."""
+def _holding_test(model: nn.Module) -> Callable[[nn.Module, Iterable[nn.Parameter]], bool]:
+    """Return a test whether a module runs as a whole and stands in the only way to the given parameters."""
     module_names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         module_names.setdefault(module, []).append(name)
@@ -123,11 +124,15 @@ def _closed_test(model: nn.Module) -> Callable[[nn.Module, list[nn.Parameter]], 
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parameter_names.setdefault(parameter, []).append(name)
 
-    def is_closed(module: nn.Module, parameters: list[nn.Parameter]) -> bool:
-        prefixes = tuple(f"{name}." for name in module_names[module])
-        return all(name.startswith(prefixes) for parameter in parameters for name in parameter_names[parameter])
+    def can_hold(module: nn.Module, parameters: Iterable[nn.Parameter]) -> bool:
+        place, *others = module_names[module]
+        return (
+            not others
+            and _has_forward(module)
+            and all(name.startswith(f"{place}.") for parameter in parameters for name in parameter_names[parameter])
+        )
 
-    return is_closed
+    return can_hold
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -9,8 +9,9 @@ import gc
 import logging
 import os
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -18,14 +19,18 @@ from torch.nn.parameter import is_lazy
 
 from parallel_core import ranks
 from parallel_core.errors import WrapError
-from parallel_core.record import Layout, find_record
+from parallel_core.names import bare_names
+from parallel_core.record import Layout, find_record, is_wrapped, spec_of
 from parallel_core.state_dicts import named
 from parallel_core.strategy import Strategy
+from parallel_core.strategy_config import CORE_FIELDS
 
 if TYPE_CHECKING:
     from parallel_core.config import DistributedConfig
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def local_device(config: DistributedConfig) -> torch.device:
@@ -48,6 +53,27 @@ def log_declined(strategy: Strategy, config: DistributedConfig, device: torch.de
         logger.warning("not in effect, because strategy %r does not apply here: %s", strategy.name, settings)
 
 
+def check_alike(config: DistributedConfig, *, applies: bool) -> None:
+    """Agree that all ranks were told to do the same; a collective.
+
+    Args:
+        config: the settings of this rank.
+        applies: whether the strategy that it names applies on this rank.
+
+    Raises:
+        WrapError: they were not; the same error on every rank.
+    """
+    of_strategy = f"{config.parallel_strategy}_"
+    # Texts, because a rank may lack the plugin that could read another's values.
+    told = {
+        name: repr(getattr(config, name))
+        for name in type(config).__struct_fields__
+        if name in CORE_FIELDS or name.startswith(of_strategy)
+    }
+    told["the answer of hook applies"] = str(applies)
+    _raise_differences(ranks.all_gather(told), _told_differences, "give every rank the same config")
+
+
 def check_wrap(model: nn.Module, strategy: Strategy, config: DistributedConfig, device: torch.device) -> Layout:
     """Agree that the model can be wrapped, on every rank and in the same way; a collective. Touches nothing.
 
@@ -62,18 +88,11 @@ def check_wrap(model: nn.Module, strategy: Strategy, config: DistributedConfig, 
         problems = strategy.check_model(model, config.options, device)
         if problems:
             raise WrapError(f"strategy {strategy.name!r} can't wrap this model: {'; '.join(problems)}")
-    gathered = ranks.all_gather((config, layout))
-    differences = [
-        difference
-        for index, (other_config, other_layout) in enumerate(gathered)
-        for difference in (
-            *_config_differences(gathered[0][0], other_config, index),
-            *_layout_differences(gathered[0][1], other_layout, index),
-        )
-    ]
-    if differences:
-        more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
-        raise WrapError(f"the ranks do not agree: {'; '.join(differences[:5])}{more}; build the same model everywhere")
+    bare = bare_names(model)
+    buffers = {bare(name): spec_of(name, buffer) for name, buffer in model.named_buffers()}
+    # A state dict lacks the buffers that are not persistent, and they are handed from rank to rank like the others.
+    whole = replace(layout, entries={**layout.entries, **buffers})
+    _raise_differences(ranks.all_gather(whole), _layout_differences, "build the same model everywhere")
     return layout
 
 
@@ -92,6 +111,9 @@ def _checked_layout(model: nn.Module) -> Layout:
     record = find_record(model)
     if record is not None:
         raise WrapError(f"this model is wrapped already, by strategy {record.strategy}; wrap the bare model, once")
+    parts = [name for name, part in model.named_modules() if is_wrapped(part)]
+    if parts:
+        raise WrapError(f"{named('these parts of the model are wrapped already', parts)}; wrap the whole alone")
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     lazy = [name for name, tensor in tensors.items() if is_lazy(tensor)]
     if lazy:
@@ -104,11 +126,18 @@ def _checked_layout(model: nn.Module) -> Layout:
     return Layout.of(model)
 
 
-def _config_differences(first: DistributedConfig, other: DistributedConfig, index: int) -> Iterator[str]:
-    for name in type(first).__struct_fields__:
-        on_first, on_other = getattr(first, name), getattr(other, name)
-        if on_first != on_other:
-            yield f"{name} is {on_first!r} on rank 0, {on_other!r} on rank {index}"
+def _raise_differences(found: list[T], differences: Callable[[T, T, int], Iterable[str]], advice: str) -> None:
+    """Raise one error about what the ranks have found, if it is not the same as on rank 0."""
+    lines = [line for index, other in enumerate(found) for line in differences(found[0], other, index)]
+    if lines:
+        more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
+        raise WrapError(f"the ranks do not agree: {'; '.join(lines[:5])}{more}; {advice}")
+
+
+def _told_differences(first: dict[str, str], other: dict[str, str], index: int) -> Iterator[str]:
+    for name in first:
+        if name in other and first[name] != other[name]:
+            yield f"{name} is {first[name]} on rank 0, {other[name]} on rank {index}"
 
 
 def _layout_differences(first: Layout, other: Layout, index: int) -> Iterator[str]:

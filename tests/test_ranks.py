@@ -1,0 +1,305 @@
+"""What ranks do together: one verdict, one error, the same bits everywhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_core import ranks as core
+from parallel_core.errors import ConfigError, ParallelCoreError, RankError, StateDictError, WrapError
+from parallel_core.testing import Ranks
+
+
+class PluginError(WrapError):
+    """An error class of a strategy's own, made from more than a message."""
+
+    def __init__(self, what: str, count: int) -> None:
+        super().__init__(f"{what} ({count})")
+
+
+def caught(call: Callable[[], Any]) -> tuple[str, str, str]:
+    """Return the class, the text and the cause of what a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), type(error.__cause__).__name__
+    return "", "", ""
+
+
+def test_without_a_process_group_this_is_a_world_of_one() -> None:
+    assert (core.rank(), core.world_size()) == (0, 1)
+    assert core.all_gather({"a": 1}) == [{"a": 1}]
+    assert core.broadcast("mine") == "mine"
+    tensor = torch.ones(2)
+    core.broadcast_tensor(tensor)
+    assert core.differing_tensors({"a": tensor, "b": torch.full((2,), torch.nan)}) == []
+    core.agree(None)
+
+
+def test_without_a_process_group_a_value_need_not_be_picklable() -> None:
+    value = lambda: None  # noqa: E731
+    assert core.all_gather(value) == [value]
+    assert core.broadcast(value) is value
+
+
+def test_ranks_are_those_of_the_process_group(ranks: Ranks) -> None:
+    assert ranks(lambda: (core.rank(), core.world_size()), world_size=3) == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_values_are_gathered_by_rank_and_broadcast_from_rank_0(ranks: Ranks) -> None:
+    def work() -> tuple[Any, Any]:
+        mine = {"rank": core.rank()}
+        return core.all_gather(mine), core.broadcast(mine)
+
+    everyone = [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    assert ranks(work, world_size=3) == [(everyone, {"rank": 0})] * 3
+
+
+def agreed(ranks: Ranks, errors: list[Exception | None], kind: type[ParallelCoreError] = RankError) -> list[Any]:
+    def work() -> tuple[str, str, str]:
+        return caught(lambda: core.agree(errors[core.rank()], kind))
+
+    return ranks(work, world_size=len(errors))
+
+
+def test_nothing_is_raised_where_no_rank_has_an_error(ranks: Ranks) -> None:
+    assert agreed(ranks, [None, None, None]) == [("", "", "")] * 3
+
+
+def test_an_error_of_one_rank_is_raised_on_every_rank_and_names_it(ranks: Ranks) -> None:
+    results = agreed(ranks, [None, WrapError("no GPU"), None])
+    assert [(kind, text) for kind, text, _ in results] == [("WrapError", "rank 1 of 3: no GPU")] * 3
+    assert [cause for _, _, cause in results] == ["NoneType", "WrapError", "NoneType"]
+
+
+def test_an_error_of_some_ranks_names_them(ranks: Ranks) -> None:
+    results = agreed(ranks, [StateDictError("missing"), None, StateDictError("missing")])
+    assert {(kind, text) for kind, text, _ in results} == {("StateDictError", "ranks 0, 2 of 3: missing")}
+
+
+def test_one_error_of_all_ranks_is_raised_as_it_is(ranks: Ranks) -> None:
+    assert agreed(ranks, [WrapError("no GPU")] * 3) == [("WrapError", "no GPU", "NoneType")] * 3
+
+
+def test_different_errors_are_all_told_and_the_first_gives_the_class(ranks: Ranks) -> None:
+    results = agreed(ranks, [StateDictError("missing"), ValueError("odd"), StateDictError("missing")])
+    told = "ranks 0, 2 of 3: missing\nrank 1 of 3: ValueError: odd"
+    assert {(kind, text) for kind, text, _ in results} == {("StateDictError", told)}
+    assert results[1][2] == "ValueError"
+
+
+def test_a_foreign_error_is_raised_as_the_kind_that_was_asked_for(ranks: Ranks) -> None:
+    results = agreed(ranks, [KeyError("x"), None], WrapError)
+    assert {(kind, text) for kind, text, _ in results} == {("WrapError", "rank 0 of 2: KeyError: 'x'")}
+    assert [cause for _, _, cause in results] == ["KeyError", "NoneType"]
+
+
+def test_the_same_foreign_error_of_all_ranks_names_none_and_has_its_cause(ranks: Ranks) -> None:
+    assert agreed(ranks, [ValueError("x"), ValueError("x")]) == [("RankError", "ValueError: x", "ValueError")] * 2
+
+
+def test_a_config_error_keeps_its_lines(ranks: Ranks) -> None:
+    results = agreed(ranks, [None, ConfigError(["a: wrong", "b: wrong"])])
+    told = "rank 1 of 2: 2 problems in the configuration:\n  - a: wrong\n  - b: wrong"
+    assert {(kind, text) for kind, text, _ in results} == {("ConfigError", told)}
+
+
+def test_an_error_class_of_a_strategys_own_reaches_the_others_as_the_one_it_is_derived_from(ranks: Ranks) -> None:
+    def work() -> tuple[str, str, str]:
+        return caught(lambda: core.agree(PluginError("no room", 3) if core.rank() else None))
+
+    results = ranks(work)
+    assert {(kind, text) for kind, text, _ in results} == {("WrapError", "rank 1 of 2: no room (3)")}
+    assert results[1][2] == "PluginError"
+
+
+def test_an_error_class_of_a_strategys_own_stays_what_it_is_where_all_ranks_have_it(ranks: Ranks) -> None:
+    def work() -> tuple[str, str, str]:
+        return caught(lambda: core.agree(PluginError("no room", 3)))
+
+    assert ranks(work) == [("PluginError", "no room (3)", "NoneType")] * 2
+
+
+def test_an_error_that_cannot_be_pickled_reaches_the_others_too(ranks: Ranks) -> None:
+    def work() -> tuple[str, str, str]:
+        class LocalError(StateDictError):
+            pass
+
+        error = LocalError("here")
+        error.extra = lambda: None  # type: ignore[attr-defined]
+        return caught(lambda: core.agree(error if core.rank() == 1 else None))
+
+    assert {result[:2] for result in ranks(work)} == {("StateDictError", "rank 1 of 2: here")}
+
+
+def test_the_base_class_itself_can_be_agreed_on(ranks: Ranks) -> None:
+    assert {result[:2] for result in agreed(ranks, [ParallelCoreError("x"), None])} == {
+        ("ParallelCoreError", "rank 0 of 2: x")
+    }
+
+
+def test_an_error_without_a_text_is_told_by_its_class(ranks: Ranks) -> None:
+    assert {result[:2] for result in agreed(ranks, [None, AssertionError()])} == {
+        ("RankError", "rank 1 of 2: AssertionError: ")
+    }
+
+
+def test_a_block_under_agreement_fails_on_every_rank_at_once(ranks: Ranks) -> None:
+    def work() -> tuple[tuple[str, str, str], float]:
+        def block() -> None:
+            with core.agreement(WrapError):
+                if core.rank() == 2:
+                    raise ValueError("odd model")
+
+        start = time.monotonic()
+        return caught(block), time.monotonic() - start
+
+    results = ranks(work, world_size=3)
+    assert {result[:2] for result, _ in results} == {("WrapError", "rank 2 of 3: ValueError: odd model")}
+    assert max(seconds for _, seconds in results) < 5
+
+
+def test_ranks_can_go_on_after_an_agreed_error(ranks: Ranks) -> None:
+    def work() -> list[int]:
+        caught(lambda: core.agree(ValueError("x") if core.rank() else None))
+        gathered: list[int] = core.all_gather(core.rank())
+        return gathered
+
+    assert ranks(work) == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), None])
+def test_without_a_process_group_an_agreement_is_the_blocks_own_error(error: Exception | None) -> None:
+    def block() -> None:
+        with core.agreement(WrapError):
+            if error:
+                raise error
+
+    assert caught(block) == (("WrapError", "ValueError: x", "ValueError") if error else ("", "", ""))
+
+
+def test_an_interrupt_is_not_taken_for_an_error() -> None:
+    with pytest.raises(KeyboardInterrupt), core.agreement():
+        raise KeyboardInterrupt
+
+
+TENSORS: dict[str, Callable[[], Tensor]] = {
+    "float32": lambda: torch.randn(3, 4),
+    "float64": lambda: torch.randn(3, dtype=torch.float64),
+    "bfloat16": lambda: torch.randn(3, 4).to(torch.bfloat16),
+    "float16": lambda: torch.randn(3, 4).to(torch.float16),
+    "fp8": lambda: torch.randn(3, 4).to(torch.float8_e4m3fn),
+    "int64": lambda: torch.randint(1000, (3, 4)),
+    "uint8": lambda: torch.randint(200, (5,), dtype=torch.uint8),
+    "bool": lambda: torch.rand(9) > 0.5,
+    "complex": lambda: torch.randn(3, 4, dtype=torch.complex64),
+    "a conjugate view": lambda: torch.randn(3, 4, dtype=torch.complex64).conj(),
+    "no dimensions": lambda: torch.randn(()),
+    "empty": lambda: torch.randn(0, 3),
+    "one element of many": lambda: torch.randn(8)[::8],
+    "transposed": lambda: torch.randn(3, 4).t(),
+    "every second column": lambda: torch.randn(3, 8)[:, ::2],
+    "a part of a bigger one": lambda: torch.randn(10)[3:7],
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "a parameter": lambda: torch.nn.Parameter(torch.randn(3, 4)),
+    "a parameter's transposed view": lambda: torch.nn.Parameter(torch.randn(3, 4)).t(),
+}
+
+
+def test_a_tensor_becomes_rank_0s_bit_for_bit_whatever_it_is(ranks: Ranks) -> None:
+    def work() -> dict[str, tuple[Tensor, Tensor, bool]]:
+        results = {}
+        for name, make in TENSORS.items():
+            torch.manual_seed(core.rank())
+            tensor = make()
+            pointer, strides = tensor.data_ptr(), tensor.stride()
+            before = core.bits(tensor).clone()
+            core.broadcast_tensor(tensor)
+            same_object = (tensor.data_ptr(), tensor.stride()) == (pointer, strides)
+            results[name] = (before, core.bits(tensor).clone(), same_object)
+        return results
+
+    zero, one = ranks(work)
+    for name in TENSORS:
+        before, after, same_object = one[name]
+        assert same_object, name
+        assert zero[name][1].equal(zero[name][0]), f"{name}: rank 0's own was changed"
+        assert after.equal(zero[name][0]), name
+        assert name == "empty" or not after.equal(before), f"{name}: the test proves nothing"
+
+
+def test_what_surrounds_a_view_is_not_overwritten(ranks: Ranks) -> None:
+    def work() -> Tensor:
+        whole = torch.full((3, 6), float(core.rank()))
+        core.broadcast_tensor(whole[:, 1::2])
+        return whole
+
+    assert ranks(work)[1].tolist() == [[1.0, 0.0] * 3] * 3
+
+
+def test_a_tensor_that_is_expanded_from_one_element_is_broadcast(ranks: Ranks) -> None:
+    def work() -> list[float]:
+        tensor = torch.full((1,), float(core.rank() + 1)).expand(4)
+        core.broadcast_tensor(tensor)
+        values: list[float] = tensor.tolist()
+        return values
+
+    assert ranks(work) == [[1.0] * 4] * 2
+
+
+def test_bits_make_not_a_number_equal_to_itself_and_minus_zero_unlike_zero() -> None:
+    nan = torch.tensor([torch.nan])
+    assert core.bits(nan).equal(core.bits(nan.clone()))
+    assert not core.bits(torch.tensor([0.0])).equal(core.bits(torch.tensor([-0.0])))
+    assert core.bits(torch.ones(2, 3, dtype=torch.bool)).tolist() == [1] * 6
+    assert core.bits(torch.tensor(1.0)).numel() == 4
+    assert core.bits(torch.empty(0)).numel() == 0
+
+
+def test_tensors_that_differ_on_any_rank_are_named_the_same_everywhere(ranks: Ranks) -> None:
+    def work() -> tuple[list[str], list[float]]:
+        rank = core.rank()
+        tensors = {
+            "same": torch.ones(3),
+            "nan": torch.tensor([1.0, torch.nan]),
+            "on rank 2": torch.tensor([float(rank == 2)]),
+            "on rank 1": torch.tensor([1, rank % 2]).t(),
+            "minus zero": torch.tensor([-0.0 if rank == 1 else 0.0]),
+            "transposed": torch.arange(6.0).reshape(2, 3).t(),
+            "empty": torch.empty(0),
+            "bool": torch.tensor([True]),
+        }
+        return core.differing_tensors(tensors), tensors["on rank 2"].tolist()
+
+    results = ranks(work, world_size=3)
+    assert [names for names, _ in results] == [["on rank 2", "on rank 1", "minus zero"]] * 3
+    assert [values for _, values in results] == [[0.0], [0.0], [1.0]], "comparing must not change the tensors"
+
+
+def test_nothing_differs_where_there_are_no_tensors(ranks: Ranks) -> None:
+    assert ranks(lambda: core.differing_tensors({})) == [[], []]
+
+
+def test_comparing_takes_the_memory_of_one_tensor_at_a_time(ranks: Ranks) -> None:
+    def work() -> int:
+        tensors = {str(index): torch.zeros(1 << 20) for index in range(24)}  # 4 MiB each
+        core.differing_tensors({"warm up": tensors["0"]})
+        dist.barrier()
+        before = resident()
+        core.differing_tensors(tensors)
+        return resident() - before
+
+    assert max(ranks(work)) < 40 << 20
+
+
+def resident() -> int:
+    """Return the highest memory that this process ever held, in bytes."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
