@@ -1,4 +1,4 @@
-"""The pytest plugin: gives the fixture ``ranks``.
+"""The pytest plugin: gives the fixture ``ranks``, and tells at the end which strategy keeps which clause.
 
 pytest imports this module in every run of everyone who has parallel-core installed: it imports nothing but pytest.
 """
@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from parallel_core.testing import conformance_table
+
 if TYPE_CHECKING:
     from parallel_core.testing.fixture import Ranks
+
+# Failed assertions of the kit show their values, as those of the author's own tests do.
+pytest.register_assert_rewrite("parallel_core.testing.conformance")
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +39,21 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
     with Ranks(by_value=lambda: _modules_of_tests(request.session)) as runner:
         yield runner
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Note which tests are clauses of the conformance kit."""
+    conformance_table.mark(item)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the conformance table, if clauses have been run."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    table = conformance_table.results(report for report in reports if isinstance(report, pytest.TestReport))
+    if table:
+        terminalreporter.section("conformance")
+        for line in conformance_table.lines(table):
+            terminalreporter.write_line(line)
 
 
 def _modules_of_tests(session: pytest.Session) -> list[ModuleType]:
