@@ -1,0 +1,177 @@
+"""Train a small language model on the bytes of any text, on as many devices as there are.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_lm.py --config examples/parallel.toml
+    python examples/train_lm.py                    # the same on one process
+
+How the ranks share the work is one word in the config file, `parallel_strategy`. Nothing below depends on it: the loop
+is that of any PyTorch script, and runs as it is under every strategy, and under none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from byte_lm import ByteLM, draw_batch, read_text, write_text
+from display import parameter_table, progress
+from rich.console import Console
+from saved_run import last_saved, load_run, save_run
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from parallel_core import (
+    ParallelCoreError,
+    clip_grad_norm,
+    data_parallel,
+    grad_scaler,
+    load_config,
+    no_sync,
+    process_group,
+    ranks,
+    wrap_model_for_training,
+    wrap_optimizer,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> list[float]:
+    """Train, save, write a sample; return the loss of each step."""
+    args = parse(arguments)
+    config = load_config(args.config, overrides=args.overrides)
+    with process_group(config) as group:  # torchrun's ranks, or just this process
+        console = Console(quiet=group.rank != 0, highlight=False)  # what is said once is said by rank 0
+        text = read_text(args.data, args.max_bytes)
+        if len(text) <= args.context:
+            sys.exit(f"{args.data} has {len(text)} bytes of text, and a context of {args.context} needs more")
+
+        torch.manual_seed(args.seed)
+        model: nn.Module = ByteLM(args.width, args.depth, args.heads, args.context)
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        model = wrap_model_for_training(model, config, device=group.device) or model.to(group.device)
+        optimizer = wrap_optimizer(model, torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95)))
+        scaler = grad_scaler(model)
+        held = ranks.all_gather((str(group.device), held_parameters(model)))
+        console.print(parameter_table(config.parallel_strategy, whole, held))
+
+        index, count = data_parallel(model)
+        if args.batch % (count * args.micro_batches):
+            sys.exit(f"--batch {args.batch} can't be cut into {count} shares of {args.micro_batches} micro-batches")
+        first_step, first_loss = 0, 0.0
+        if args.resume:
+            saved = load_run(args.resume, model, optimizer)
+            first_step, first_loss = saved["step"], saved["first_loss"]
+            scaler.load_state_dict(saved["scaler"])
+
+        losses: list[float] = []
+        steps = range(first_step, args.steps)
+        with progress(console, steps, args.report_every) as report:
+            for step in steps:
+                # The batch depends on the step alone: not on the number of ranks, nor on where the run began.
+                batch = draw_batch(text, size=args.batch, context=args.context, seed=args.seed, step=step)
+                micro_batches = batch[index::count].to(group.device).chunk(args.micro_batches)
+                set_learning_rate(optimizer, args.learning_rate, step)
+                loss = train_step(model, optimizer, scaler, micro_batches, args.clip)
+                losses.append(sum(ranks.all_gather(loss)) / group.world_size)
+                report(step, losses[-1], batch[:, 1:].numel())
+                first_loss = first_loss or losses[-1]
+                if step + 1 == args.steps or (step + 1) % args.save_every == 0:
+                    save_run(args.run, step + 1, model, optimizer, first_loss=first_loss, scaler=scaler.state_dict())
+
+        # On every rank, because a forward pass may need them all.
+        sample = write_text(
+            model, args.prompt, length=args.sample, context=args.context, device=group.device, seed=args.seed
+        )
+        console.rule("a sample")
+        console.print(sample, markup=False)
+        console.rule()
+        if losses:
+            last_loss = sum(losses[-10:]) / len(losses[-10:])
+            console.print(f"saved in {last_saved(args.run)}", soft_wrap=True)
+            console.print(f"loss {first_loss:.2f} -> {last_loss:.2f} ({last_loss / first_loss:.0%} of its start)")
+    return losses
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    micro_batches: Sequence[torch.Tensor],
+    max_norm: float,
+) -> float:
+    """Take one step on this rank's share of a batch, and return its loss."""
+    total = torch.zeros((), device=micro_batches[0].device)
+    for number, windows in enumerate(micro_batches, start=1):
+        # The ranks average their gradients once a step, in the last of its backward passes.
+        with no_sync(model) if number < len(micro_batches) else nullcontext():
+            logits = model(windows[:, :-1]).float()
+            loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()) / len(micro_batches)
+            scaler.scale(loss).backward()
+        total += loss.detach()
+    scaler.unscale_(optimizer)
+    clip_grad_norm(model, max_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return total.item()
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, peak: float, step: int, warmup: int = 30) -> None:
+    """Rise to the peak, then fall with the square root of the step: the same for a run of any length."""
+    for group in optimizer.param_groups:
+        group["lr"] = peak * min((step + 1) / warmup, (warmup / (step + 1)) ** 0.5)
+
+
+def held_parameters(model: nn.Module) -> int:
+    """Return how many of the model's parameters lie on this rank."""
+    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command line's arguments; `run` is the folder that the run is saved in."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="setting=value", help="overrides the config file")
+    add("--config", type=Path, default=Path(__file__).with_name("parallel.toml"), help="how the ranks share the work")
+    add("--data", type=Path, default=Path(os.__file__).parent, help="any file or folder of text")
+    add("--max-bytes", type=int, default=4_000_000, help="read no more of it")
+    run = parser.add_mutually_exclusive_group()
+    run.add_argument("--output", type=Path, help="the folder to save the run in; a new one in runs/ if not given")
+    run.add_argument("--resume", type=Path, help="the folder of a saved run to go on with")
+    add("--width", type=int, default=128, help="of the model")
+    add("--depth", type=int, default=4, help="blocks")
+    add("--heads", type=int, default=4, help="of attention")
+    add("--context", type=int, default=64, help="bytes that the model sees")
+    add("--steps", type=int, default=200, help="in all, those of the run that is resumed included")
+    add("--batch", type=int, default=32, help="windows of text a step, over all ranks")
+    add("--micro-batches", type=int, default=2, help="backward passes a step")
+    add("--learning-rate", type=float, default=3e-3, help="at its peak")
+    add("--clip", type=float, default=1.0, help="the largest norm of the gradients")
+    add("--seed", type=int, default=0, help="of the weights, the data's order and the sample")
+    add("--save-every", type=int, default=100, help="steps")
+    add("--report-every", type=int, default=25, help="steps, where no terminal shows a bar")
+    add("--prompt", type=str.encode, default="def ", help="the beginning of the sample")
+    add("--sample", type=int, default=300, help="bytes to write in the end")
+    args = parser.parse_intermixed_args(arguments)
+    args.run = args.resume or args.output or Path("runs", time.strftime("%Y-%m-%d-%H%M%S"))
+    if not args.data.exists():
+        parser.error(f"--data {args.data}: no such file or folder")
+    if args.output and last_saved(args.output):
+        parser.error(f"--output {args.output} holds a saved run: go on with it by --resume, or choose another folder")
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except ParallelCoreError as error:
+        sys.exit(str(error))
