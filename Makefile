@@ -39,10 +39,10 @@ types: $(STAMP)  ## mypy, strict
 		echo "$(RUN) mypy $$tests"; $(RUN) mypy $$tests; done
 
 unit: $(STAMP)  ## the tests, with coverage
-	$(RUN) pytest --cov --cov-report=term
+	$(RUN) pytest -n 2 --dist loadfile --cov --cov-report=term
 
 demo: $(STAMP)  ## train a small language model on 2 CPU ranks; STRATEGY=ddp or fsdp
-	PARALLEL_CORE_PARALLEL_STRATEGY=$(STRATEGY) $(RUN) torch.distributed.run --standalone --nproc-per-node 2 \
+	PARALLEL_CORE_BACKEND=gloo PARALLEL_CORE_PARALLEL_STRATEGY=$(STRATEGY) $(RUN) torch.distributed.run --standalone --nproc-per-node 2 \
 		examples/train_lm.py --config examples/parallel.toml
 
 clean:  ## remove all that make has made

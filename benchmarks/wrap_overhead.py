@@ -1,11 +1,11 @@
 """Memory and time of a training step on 2 CPU ranks: this package against torch by hand, and strategy by strategy.
 
-    python benchmarks/wrap_overhead.py [--steps 30] [--width 768] [--depth 8]
+    python benchmarks/wrap_overhead.py [--steps 10] [--width 768] [--depth 8]
 
-Each case runs in processes of its own. What is held on rank 0 after a step is counted: bytes of parameters, gradients
-and AdamW state. "Peak" is the resident memory of rank 0 at its highest in the steps, above what it was before the model
-was built; it reads Linux's /proc. "Step" is the fastest of the steps. On a machine with few cores the ranks take turns,
-and gloo copies through memory: the times say nothing about GPUs.
+Each case runs in processes of its own. What rank 0 holds after a step is counted: bytes of parameters, gradients and
+AdamW state. "Peak" is the resident memory of rank 0 at its highest in the steps, above what it was before the model was
+built; it reads Linux's /proc. "Step" is the least processor time that rank 0 spent on a step, its waiting left out: it
+shows work that one case has and another has not, and says nothing about GPUs or networks.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ def measure(case: Case, width: int, depth: int, steps: int, block_size: int) -> 
     for _ in range(steps):
         optimizer.zero_grad()
         dist.barrier()
-        start = time.perf_counter()
+        start = time.process_time()
         model(rows).float().square().mean().backward()
         optimizer.step()
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     state = [value for values in optimizer.state.values() for value in values.values()]
     return Measured(
         size_of(model.parameters()),
@@ -153,7 +153,7 @@ def free_port() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--depth", type=int, default=8)
     options = parser.parse_args()

@@ -63,7 +63,7 @@ class ByteLM(nn.Module):
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """Return the logits of the byte after each, [batch, length, 256], for bytes [batch, length]."""
-        x = self.byte(text) + self.position.weight[: text.shape[1]]
+        x = self.byte(text) + self.position(torch.arange(text.shape[1], device=text.device))
         for block in self.blocks:
             x = block(x)
         logits: torch.Tensor = self.head(self.norm(x))

@@ -53,7 +53,7 @@ def parameter_table(strategy: str, whole: int, held: Sequence[tuple[str, int]]) 
         whole: how many parameters the model has.
         held: by rank, its device and how many of the parameters lie there.
     """
-    title = f"strategy {strategy} on {len(held)} rank{'s' * (len(held) > 1)}: {whole:,} parameters"
+    title = f"{whole:,} parameters, strategy {strategy}, {len(held)} rank{'s' * (len(held) > 1)}"
     table = Table("rank", "device", box=box.SIMPLE, title=title, title_style="bold")
     table.add_column("parameters held", justify="right")
     table.add_column("of the whole", justify="right")

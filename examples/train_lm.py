@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     args = parse(arguments)
     config = load_config(args.config, overrides=args.overrides)
     with process_group(config) as group:  # torchrun's ranks, or just this process
-        console = Console(quiet=group.rank != 0, highlight=False)  # what is said once is said by rank 0
+        # What is said once is said by rank 0, and as it is: a sample may look like markup.
+        console = Console(quiet=group.rank != 0, markup=False, emoji=False, highlight=False)
         text = read_text(args.data, args.max_bytes)
         if len(text) <= args.context:
             sys.exit(f"{args.data} has {len(text)} bytes of text, and a context of {args.context} needs more")
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
             model, args.prompt, length=args.sample, context=args.context, device=group.device, seed=args.seed
         )
         console.rule("a sample")
-        console.print(sample, markup=False)
+        console.print(sample)
         console.rule()
         if losses:
             last_loss = sum(losses[-10:]) / len(losses[-10:])
@@ -104,12 +105,12 @@ def train_step(
     micro_batches: Sequence[torch.Tensor],
     max_norm: float,
 ) -> float:
-    """Take one step on this rank's share of a batch, and return its loss."""
+    """Take one step on this rank's share of a batch, and return the share's mean loss."""
     total = torch.zeros((), device=micro_batches[0].device)
     for number, windows in enumerate(micro_batches, start=1):
         # The ranks average their gradients once a step, in the last of its backward passes.
         with no_sync(model) if number < len(micro_batches) else nullcontext():
-            logits = model(windows[:, :-1]).float()
+            logits = model(windows[:, :-1]).float()  # the loss in fp32, whatever the model computes in
             loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()) / len(micro_batches)
             scaler.scale(loss).backward()
         total += loss.detach()
@@ -149,7 +150,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--depth", type=int, default=4, help="blocks")
     add("--heads", type=int, default=4, help="of attention")
     add("--context", type=int, default=64, help="bytes that the model sees")
-    add("--steps", type=int, default=200, help="in all, those of the run that is resumed included")
+    add("--steps", type=int, default=150, help="in all, those of the run that is resumed included")
     add("--batch", type=int, default=32, help="windows of text a step, over all ranks")
     add("--micro-batches", type=int, default=2, help="backward passes a step")
     add("--learning-rate", type=float, default=3e-3, help="at its peak")

@@ -1,11 +1,13 @@
-"""The command `parallel-core`: which strategies are installed, and what a configuration comes to. Without torch."""
+"""The command `parallel-core`: what is installed, what a configuration comes to, a new strategy. Without torch."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
@@ -15,23 +17,27 @@ from rich.text import Text
 from parallel_core.config import trace_config
 from parallel_core.errors import ParallelCoreError
 from parallel_core.registry import describe_installed
+from parallel_core.skeleton import write_skeleton
 from parallel_core.strategy import available_strategies
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, or 2 where the arguments or the configuration are not valid."""
+    """Run the command and return its exit code: 0, or 2 where what it is given is not valid."""
     parser = _parser()
     # argparse gives up on settings that stand after an option that stands after the file.
     options, rest = parser.parse_known_args(arguments)
     if any(argument.startswith("-") or options.command != "config" for argument in rest):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        if options.command == "strategies":
-            show_strategies()
-        else:
-            show_config([*options.settings, *rest], options.table)
+        match options.command:
+            case "strategies":
+                show_strategies()
+            case "config":
+                show_config([*options.settings, *rest], options.table)
+            case "new-strategy":
+                new_strategy(options.name, options.folder)
     except ParallelCoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -65,6 +71,20 @@ def show_config(settings: Sequence[str], table: str | None) -> None:
     _print_table(("setting", "value", "where it came from"), rows)
 
 
+def new_strategy(name: str, folder: Path | None) -> None:
+    """Write the distribution of a new strategy, and print its files and what to do with them.
+
+    Raises:
+        StrategyError: the name or the folder can't be had; nothing is written.
+    """
+    written = write_skeleton(name, folder)
+    root = written[0].parent
+    print(f"wrote the strategy {name!r}:")
+    for path in written:
+        print(f"  {path}")
+    print(f"next: pip install --editable {shlex.quote(f'{root}[testing]')} && pytest {shlex.quote(str(root))}")
+
+
 def _print_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in header:
@@ -75,7 +95,9 @@ def _print_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="parallel-core", description="Look at strategies and configurations.")
+    parser = argparse.ArgumentParser(
+        prog="parallel-core", description="Look at strategies and configurations; begin a strategy."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("strategies", help="list the installed strategies, and what is wrong with any of them")
     config = commands.add_parser("config", help="check a configuration, and say where each value came from")
@@ -86,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
         help="a file in TOML, YAML or JSON first, if any, then settings that override it and the environment",
     )
     config.add_argument("--table", help="the table of the file that holds the settings; by default its top")
+    new = commands.add_parser("new-strategy", help="write the distribution of a new strategy, to start from")
+    new.add_argument("name", metavar="NAME", help="the strategy's name: lower-case letters and digits, a letter first")
+    new.add_argument("--folder", type=Path, metavar="DIR", help="the folder to make; by default parallel-core-NAME")
     return parser
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +60,9 @@ def process_group(config: DistributedConfig) -> Iterator[Group]:
         yield Group(ranks.rank(), int(os.environ.get("LOCAL_RANK", "0")), ranks.world_size(), local_device(config))
     finally:
         if made_here and dist.is_initialized():
+            # A thread of gloo lets go of its last work when it next gets the interpreter. A DDP module that is freed
+            # after the group has ended, and before that thread was served, waits for it for ever (torch 2.13).
+            time.sleep(0.05)
             dist.destroy_process_group()
 
 
@@ -93,7 +97,18 @@ def _join(config: DistributedConfig) -> bool:
     backend = "cpu:gloo,cuda:nccl" if has_accelerator and device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.timeout_seconds)
     try:
-        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+        store, *_ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]  # not in its __all__
+        # The launcher's store outlives the group: a second one must not find the addresses of the first in it. The
+        # store does the counting, since processes may have joined other launches before.
+        joined = store.add(f"parallel_core/joined/{rank}", 1)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"parallel_core/{joined}", store),  # type: ignore[attr-defined]  # as above
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "").rstrip(".")
         raise ProcessGroupError(

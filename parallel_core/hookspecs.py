@@ -6,9 +6,9 @@ is left out is answered by `parallel_core.defaults`. An implementation may take 
 and none that the specification lacks.
 
 Unless a hook says otherwise it is called on every rank at the same point of the program, and `model` is the module
-that `wrap_model` returned, never the wrapper of `torch.compile` around it. What an implementation raises on one rank
-is raised on every rank, but only between collectives: an implementation that fails must do so before it takes part in
-one, or on all ranks alike.
+that `wrap_model` returned, never the wrapper of `torch.compile` around it. What `check_model` or `wrap_model` raises on
+one rank is raised on every rank. Any hook that fails must do so before it takes part in a collective, or on all ranks
+alike: nobody can tell the others while they wait in one.
 """
 
 # mypy: disable-error-code="empty-body"

@@ -61,7 +61,7 @@ def wrap_model_for_training(
         log_declined(strategy, config, device)
         return None
     layout = check_wrap(model, strategy, config, device)
-    record = Record(strategy, config, layout, earlier_optimizers())
+    record = Record(strategy, config, layout, earlier_optimizers(model))
     with ranks.agreement(WrapError):
         wrapped = strategy.wrap_model(model, config.options, device)
     attach(record, wrapped, bare=model)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -88,6 +90,9 @@ def check_wrap(model: nn.Module, strategy: Strategy, config: DistributedConfig, 
         problems = strategy.check_model(model, config.options, device)
         if problems:
             raise WrapError(f"strategy {strategy.name!r} can't wrap this model: {'; '.join(problems)}")
+        part = next((name for name, part in model.named_modules() if is_wrapped(part)), None)
+        if part is not None:
+            raise WrapError(f"part {part!r} of the model is wrapped already; wrap the whole bare model, once")
     bare = bare_names(model)
     buffers = {bare(name): spec_of(name, buffer) for name, buffer in model.named_buffers()}
     # A state dict lacks the buffers that are not persistent, and they are handed from rank to rank like the others.
@@ -96,13 +101,33 @@ def check_wrap(model: nn.Module, strategy: Strategy, config: DistributedConfig, 
     return layout
 
 
-def earlier_optimizers() -> weakref.WeakSet[torch.optim.Optimizer]:
-    """Return the optimizers alive now.
+def earlier_optimizers(model: nn.Module) -> weakref.WeakSet[torch.optim.Optimizer]:
+    """Return the optimizers alive now that may hold parameters of the bare model.
 
     An optimizer that was made before the wrap can't be told by its parameters: DDP and FSDP1 keep the parameter objects
     and change what lies behind them.
     """
-    return weakref.WeakSet(found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer))
+    found: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+    if _is_held_elsewhere(model):
+        # Looks at every object of the process, for a tenth of a second.
+        found.update(alive for alive in gc.get_objects() if issubclass(type(alive), torch.optim.Optimizer))
+    return found
+
+
+def _is_held_elsewhere(model: nn.Module) -> bool:
+    """Tell whether anything but the model's own modules has a reference to one of its parameters."""
+
+    def references(values: Iterable[object]) -> list[int]:
+        return [sys.getrefcount(value) for value in values]
+
+    overhead = references([object()])[0] - 1
+    holders = [module._parameters for module in model.modules()]
+    places = Counter(id(parameter) for holder in holders for parameter in holder.values())
+    return any(
+        parameter is not None and count - overhead > places[id(parameter)]
+        for holder in holders
+        for parameter, count in zip(holder.values(), references(holder.values()), strict=True)
+    )
 
 
 def _checked_layout(model: nn.Module) -> Layout:
@@ -111,9 +136,6 @@ def _checked_layout(model: nn.Module) -> Layout:
     record = find_record(model)
     if record is not None:
         raise WrapError(f"this model is wrapped already, by strategy {record.strategy}; wrap the bare model, once")
-    parts = [name for name, part in model.named_modules() if is_wrapped(part)]
-    if parts:
-        raise WrapError(f"{named('these parts of the model are wrapped already', parts)}; wrap the whole alone")
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     lazy = [name for name, tensor in tensors.items() if is_lazy(tensor)]
     if lazy:

@@ -494,7 +494,7 @@ def with_config(answer: Any) -> object:
 
 
 class Listed(StrategyConfig):
-    names: list[str] = []  # noqa: RUF012  # the mistake
+    names: list[str] = []  # the mistake
 
 
 class Required(StrategyConfig):
@@ -544,7 +544,7 @@ def test_a_field_that_becomes_one_of_the_cores_is_refused() -> None:
 
 def test_all_that_is_wrong_with_a_config_class_is_listed() -> None:
     class Both(StrategyConfig):
-        names: dict[str, int] = {}  # noqa: RUF012  # the mistake
+        names: dict[str, int] = {}  # the mistake
         every: int
 
     text = refusal(with_config(Both))

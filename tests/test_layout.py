@@ -35,7 +35,8 @@ ORDER = [
     ["optimizer_state_dicts"],
     ["wrapping"],
     ["distributed", "training"],
-    ["__init__"],  # what users import; the two below are written against it, as a user would
+    ["__init__"],  # what users import; those below are written against it, as a user would
+    ["skeleton"],
     ["cli"],
     ["testing"],
 ]

@@ -38,9 +38,9 @@ SUITE_LIMIT = 600
 LEAKING = re.compile(r"PYTHON|COV|PYTEST|PARALLEL_CORE|VIRTUAL_ENV|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_\w+)$")
 
 
-def run(*command: str | Path, cwd: Path, limit: float) -> str:
+def run(*command: str | Path, cwd: Path, limit: float, **variables: str) -> str:
     """Run a command to its end, away from the source tree, and return what it printed; fail with it where it fails."""
-    environment = {name: value for name, value in os.environ.items() if not LEAKING.match(name)}
+    environment = {name: value for name, value in os.environ.items() if not LEAKING.match(name)} | variables
     done = subprocess.run(
         command,
         cwd=cwd,
@@ -66,11 +66,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def third_party() -> Iterator[Path]:
-    """Yield all that lies in this interpreter's site-packages and isn't ours."""
+    """Yield all that lies in this interpreter's site-packages and neither is ours nor leads to our sources."""
     for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         for item in Path(folder).iterdir():
+            ours = "parallel_core" in item.name.lower().replace("-", "_")
             # A .pth file is how an editable install puts a source tree on the path.
-            if item.suffix != ".pth" and not re.match(r"_*(editable_+(impl|finder)?_*)?parallel_core", item.name):
+            if not ours and not (item.suffix == ".pth" and str(ROOT) in item.read_text(encoding="utf-8")):
                 yield item
 
 
@@ -197,15 +198,37 @@ def test_what_is_installed_from_wheels_is_found(
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_the_tests_of_a_plugin_pass_with_only_it_and_the_core_installed(
-    install: Callable[[str], Path], tmp_path: Path, name: str
+    install: Callable[[str], Path],
+    tmp_path: Path,
+    name: str,
+    pytestconfig: pytest.Config,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     environment = install(f"parallel-core[{name}]")
     assert_found(environment, [name], cwd=tmp_path)
     shutil.copytree(ROOT / "plugins" / name / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)  # for pytest's options; nothing in it leads to the source tree
-    python = environment / "bin" / "python"
-    report = run(python, "-m", "pytest", "-c", "pyproject.toml", "tests", cwd=tmp_path, limit=SUITE_LIMIT)
+    options: list[str] = []
+    variables: dict[str, str] = {}
+    if pytestconfig.getoption("cov_source", None):
+        # This is the only run of these tests: what they cover is left where the outer run gathers its data.
+        options = ["--cov", "--cov-report="]
+        variables = {"COVERAGE_FILE": str(pytestconfig.rootpath / f".coverage.{name}-alone")}
+    report = run(
+        environment / "bin" / "python",
+        "-m",
+        "pytest",
+        "-c",
+        "pyproject.toml",
+        *options,
+        "tests",
+        cwd=tmp_path,
+        limit=SUITE_LIMIT,
+        **variables,
+    )
     assert re.search(r"^=+ \d+ passed", report, re.MULTILINE), report
+    with capsys.disabled():  # how many tests these were, and which were skipped and why
+        print(f"\n{report}")
 
 
 def test_every_package_that_an_install_brings_is_pinned() -> None:

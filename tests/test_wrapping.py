@@ -423,15 +423,16 @@ def test_the_module_inside_a_wrapped_one_is_refused(on_ranks: OnRanks) -> None:
     assert (kind, text.partition(",")[0]) == ("WrapError", "this Sequential is the module inside a wrapped model")
 
 
-def test_a_model_with_a_wrapped_part_is_refused(on_ranks: OnRanks) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_model_with_a_wrapped_part_is_refused(on_ranks: OnRanks, *, in_place: bool) -> None:
     def work() -> None:
-        part = wrap_model_for_training(model_of(), config_of(in_place=True))
+        part = wrap_model_for_training(model_of(), config_of(in_place=in_place))
         assert part is not None
         wrap_model_for_training(nn.Sequential(part, nn.Linear(3, 3)), config_of())
 
     assert refused(on_ranks, work) == (
         "WrapError",
-        "these parts of the model are wrapped already: '0'; wrap the whole alone",
+        "part '0' of the model is wrapped already; wrap the whole bare model, once",
     )
 
 

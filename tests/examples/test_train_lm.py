@@ -26,7 +26,7 @@ LIMIT = 120.0  # seconds; many times what a run takes on two slow cores: it ends
 # A model of two blocks, each of which is a unit of its own by the override at the end.
 TINY = (
     *("--width", "16", "--depth", "2", "--heads", "2", "--context", "16", "--batch", "12"),
-    *("--sample", "20", "--report-every", "1", "fsdp_auto_wrap_min_params=3_000"),
+    *("--learning-rate", "0.03", "--sample", "20", "--report-every", "1", "fsdp_auto_wrap_min_params=3_000"),
 )
 STEPS = 6
 
@@ -132,7 +132,7 @@ def test_one_command_trains_on_two_ranks_and_saves_what_any_tool_can_open(tmp_pa
     )
     assert done.returncode == 0, done.stderr
     # Who holds what: half each, and nothing twice.
-    whole = re.search(r"strategy fsdp on 2 ranks: ([\d,]+) parameters", done.stdout)
+    whole = re.search(r"([\d,]+) parameters, strategy fsdp, 2 ranks", done.stdout)
     held = re.findall(r"^ +[01] +cpu +([\d,]+) +[\d.]+%", done.stdout, re.MULTILINE)
     assert whole, done.stdout
     counts = [int(text.replace(",", "")) for text in (*held, whole[1])]
@@ -170,12 +170,23 @@ def test_the_script_runs_without_a_launcher(tmp_path: Path) -> None:
     assert list(tmp_path.glob("runs/*/step-00000002/model.safetensors"))
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3)])
-def test_every_strategy_gives_the_losses_of_one_process(train: Train, strategy: str, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "settings"),
+    [
+        ("ddp", 2, ()),
+        ("ddp", 3, ()),
+        ("fsdp", 2, ()),
+        ("fsdp", 3, ()),
+        ("fsdp", 2, ("fsdp_auto_wrap_min_params=0",)),  # every module a unit: none may be read without being called
+    ],
+)
+def test_every_strategy_gives_the_losses_of_one_process(
+    train: Train, strategy: str, world_size: int, settings: tuple[str, ...]
+) -> None:
     alone = train("ddp", 1)
     assert len(alone) == STEPS
     # Sums in another order; each step starts from the last one's rounding.
-    assert train(strategy, world_size) == pytest.approx(alone, abs=1e-5)
+    assert train(strategy, world_size, *settings) == pytest.approx(alone, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class Declaration:
     strategy: ClassVar[str]
     options: ClassVar[Mapping[str, Any]] = {}
     options_for: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    world_sizes: ClassVar[tuple[int, ...]] = (2, 3)
+    world_sizes: ClassVar[tuple[int, ...]] = (2,)
     lacks: ClassVar[Mapping[Capability, str]] = {}
     refuses: ClassVar[Mapping[str, str]] = {}
 

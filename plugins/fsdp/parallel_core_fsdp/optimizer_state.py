@@ -103,7 +103,7 @@ def _outline(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Paramete
         if misfits:
             raise StateDictError(
                 f"the optimizer keeps state that is not shaped like its parameter: {', '.join(misfits)}; fsdp gives it "
-                f"flat pieces of parameters, so such state says nothing about the whole; use strategy fsdp2 or ddp"
+                f"flat pieces of parameters, so such state says nothing about the whole; use strategy ddp"
             )
     gathered = ranks.all_gather(mine)
     outline = {}

@@ -33,7 +33,8 @@ class Block(nn.Module):
         self.down = nn.Linear(5120, 1024)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
+        out: torch.Tensor = x + self.down(torch.relu(self.up(x)))
+        return out
 
 
 class Stack(nn.Module):

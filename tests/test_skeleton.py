@@ -1,0 +1,206 @@
+"""What `parallel-core new-strategy` writes: a distribution that works as it is, or nothing at all."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from torch import nn
+
+import parallel_core
+from parallel_core import DistributedConfig, StrategyError, wrap_model_for_training
+from parallel_core import ranks as collective
+from parallel_core.cli import main
+from parallel_core.skeleton import FILES, write_skeleton
+from parallel_core.testing import Ranks
+
+ROOT = Path(__file__).parents[1]
+TEMPLATES = ROOT / "parallel_core" / "skeleton" / "template"
+
+# Seconds; each is several times what the step takes on two slow cores: they end a hang and measure nothing.
+COMMAND_LIMIT = 300
+SUITE_LIMIT = 600
+
+# What would lead the processes started here to this test run, or to its ranks.
+LEAKING = re.compile(r"PYTEST|PYTHONPATH$|PARALLEL_CORE|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_\w+)$")
+
+
+def run(*command: str | Path, cwd: Path, limit: float = COMMAND_LIMIT, **environment: str) -> str:
+    """Run a Python module and return what it printed; fail with that where it fails."""
+    kept = {name: value for name, value in os.environ.items() if not LEAKING.match(name)}
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=cwd,
+        env=kept | {"OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit,
+        check=False,
+    )
+    assert done.returncode == 0, f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}"
+    return done.stdout
+
+
+@pytest.fixture
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_the_files_of_a_distribution_are_written_and_named(
+    working_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["new-strategy", "sketch"]) == 0
+    files = [
+        "parallel-core-sketch/pyproject.toml",
+        "parallel-core-sketch/README.md",
+        "parallel-core-sketch/parallel_core_sketch.py",
+        "parallel-core-sketch/tests/test_conformance.py",
+    ]
+    assert sorted(map(str, Path().rglob("*.*"))) == sorted(files)
+    assert capsys.readouterr().out.splitlines() == [
+        "wrote the strategy 'sketch':",
+        *(f"  {file}" for file in files),
+        "next: pip install --editable 'parallel-core-sketch[testing]' && pytest parallel-core-sketch",
+    ]
+
+
+def test_the_distribution_registers_the_strategy_and_asks_for_this_core(working_directory: Path) -> None:
+    write_skeleton("sketch", working_directory / "elsewhere")
+    project = tomllib.loads((working_directory / "elsewhere" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["name"] == "parallel-core-sketch"
+    assert project["entry-points"] == {"parallel_core.strategies": {"sketch": "parallel_core_sketch"}}
+    core = Requirement(project["dependencies"][0])
+    assert core.name == "parallel-core"
+    assert core.specifier.contains(parallel_core.__version__)
+    assert not core.specifier.contains("999.0")
+
+
+def test_every_template_is_used() -> None:
+    assert sorted(path.name for path in TEMPLATES.iterdir()) == sorted(FILES.values())
+
+
+@pytest.mark.parametrize("name", ["a", "sketch", "x" * 40])
+def test_ruff_has_nothing_to_say_about_it(name: str, working_directory: Path) -> None:
+    write_skeleton(name, Path("new"))
+    for rules in (["--isolated"], ["--config", str(ROOT / "pyproject.toml")]):
+        # A short name must not leave room for what was broken into lines, nor a long one need more lines.
+        run("ruff", "format", "--no-cache", "--check", *rules, "new", cwd=working_directory)
+        lengths = ["--ignore", "E501"] if len(name) > 30 else []
+        run("ruff", "check", "--no-cache", *rules, *lengths, "new", cwd=working_directory)
+
+
+def test_mypy_has_nothing_to_say_about_it(working_directory: Path) -> None:
+    write_skeleton("sketch", Path("new"))
+    # A cache that lasts, beside that of the project: without one, mypy reads all of torch each time.
+    cache = ROOT / ".mypy_cache" / "skeleton"
+    run("mypy", "--strict", "--cache-dir", cache, ".", cwd=working_directory / "new")
+
+
+@pytest.fixture(scope="module")
+def distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the distribution of a new strategy in `new`, installed in `site`."""
+    folder = tmp_path_factory.mktemp("skeleton")
+    write_skeleton("sketch", folder / "new")
+    # Without isolation and dependencies: the build backend and the core are here already, nothing is downloaded.
+    install = ("install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
+    run("pip", *install, "--target", folder / "site", folder / "new", cwd=folder)
+    return folder
+
+
+def test_its_own_test_passes(distribution: Path) -> None:
+    options = ("-q", "-W", "error", "-p", "no:cacheprovider")
+    site = str(distribution / "site")
+    report = run("pytest", *options, cwd=distribution / "new", limit=SUITE_LIMIT, PYTHONPATH=site)
+    assert re.search(r"^clause +sketch$", report, re.MULTILINE), report
+    assert re.search(r"^trains as one process does +kept$", report, re.MULTILINE), report
+
+
+def test_its_setting_changes_what_it_says(distribution: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(bf16: bool) -> torch.Tensor:
+        config = DistributedConfig(parallel_strategy="sketch", sketch_bf16_gradients=bf16)
+        model = wrap_model_for_training(nn.Linear(3, 1, bias=False), config)
+        assert model is not None
+        model(torch.full((1, 3), 1 / 3 + collective.rank())).sum().backward()
+        gradient = next(model.parameters()).grad
+        assert gradient is not None
+        return gradient
+
+    monkeypatch.syspath_prepend(str(distribution / "site"))
+    mean = torch.full((1, 3), 1 / 3 + 1 / 2)
+    # Ranks of its own: those of the test run have looked already which strategies there are.
+    with Ranks() as ranks:
+        for gradient in ranks(work, False):
+            torch.testing.assert_close(gradient, mean)
+        for gradient in ranks(work, True):
+            assert torch.equal(gradient, gradient.bfloat16().float())
+            torch.testing.assert_close(gradient, mean, atol=2**-7, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("Local-SGD", "allowed are lower-case letters and digits, a letter first; did you mean 'localsgd'?"),
+        ("4d", "allowed are lower-case letters and digits, a letter first; did you mean 'd'?"),
+        ("-", "allowed are lower-case letters and digits, a letter first"),
+        ("", "allowed are lower-case letters and digits, a letter first"),
+        ("lambda", "it is a keyword of Python; choose another name"),
+    ],
+)
+def test_a_name_that_no_strategy_can_have_is_refused(name: str, problem: str, working_directory: Path) -> None:
+    with pytest.raises(StrategyError) as caught:
+        write_skeleton(name)
+    assert str(caught.value) == f"{name!r} can't be the name of a strategy: {problem}"
+    assert not list(working_directory.iterdir())
+
+
+def test_the_name_of_an_installed_strategy_is_refused(
+    install_strategy: Callable[..., str], working_directory: Path
+) -> None:
+    install_strategy("sketch", distribution="pc-sketch")
+    with pytest.raises(StrategyError, match=r"^a strategy 'sketch' \(pc-sketch 1.0\) is installed already; choose"):
+        write_skeleton("sketch")
+    assert not list(working_directory.iterdir())
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: path.symlink_to("nowhere")])
+def test_nothing_is_overwritten(
+    make: Callable[[Path], None], working_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = working_directory / "parallel-core-sketch"
+    make(there)
+    assert main(["new-strategy", "sketch"]) == 2
+    message = "parallel-core-sketch is there already, and nothing is overwritten; name another with --folder"
+    assert capsys.readouterr().err == f"error: {message}\n"
+    assert list(working_directory.rglob("*")) == [there]
+
+
+def test_a_folder_is_made_in_one_that_is_there(working_directory: Path) -> None:
+    with pytest.raises(StrategyError, match=r"^there is no folder nowhere to make new in; make it, or name another$"):
+        write_skeleton("sketch", Path("nowhere/new"))
+    assert not list(working_directory.iterdir())
+
+
+def test_a_write_that_fails_leaves_nothing(working_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text = Path.write_text
+
+    def full(path: Path, *arguments: object, **options: object) -> int:
+        if path.name == "test_conformance.py":  # the last one
+            raise OSError(28, "No space left on device")
+        return write_text(path, *arguments, **options)  # type: ignore[arg-type]  # handed on as they came
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(StrategyError, match=r"^new can't be written: .*No space left on device; name another with"):
+        write_skeleton("sketch", Path("new"))
+    assert not list(working_directory.iterdir())
