@@ -43,7 +43,7 @@ def test_without_a_process_group_this_is_a_world_of_one() -> None:
 
 
 def test_without_a_process_group_a_value_need_not_be_picklable() -> None:
-    value = lambda: None  # noqa: E731
+    value = lambda: None  # noqa: E731  # what can't be pickled
     assert core.all_gather(value) == [value]
     assert core.broadcast(value) is value
 
@@ -132,7 +132,7 @@ def test_an_error_that_cannot_be_pickled_reaches_the_others_too(ranks: Ranks) ->
             pass
 
         error = LocalError("here")
-        error.extra = lambda: None  # type: ignore[attr-defined]
+        error.extra = lambda: None  # type: ignore[attr-defined]  # what can't be pickled
         return caught(lambda: core.agree(error if core.rank() == 1 else None))
 
     assert {result[:2] for result in ranks(work)} == {("StateDictError", "rank 1 of 2: here")}

@@ -13,10 +13,10 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle  # type: ignore[import-untyped]  # it has no annotations
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # its base is untyped
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, CodeType):
             # cloudpickle drops the name of the file, and with it the source lines in tracebacks and the coverage.

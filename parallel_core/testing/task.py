@@ -58,7 +58,7 @@ def _meeting_point(world_size: int, process_group: bool) -> Iterator[tuple[str |
         with tempfile.TemporaryDirectory(prefix="parallel-core-ranks-") as directory:
             yield str(Path(directory, "store")), {}
         return
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
     # Held by this process, as torchrun's agent does: the port is bound before a rank knows of it, so none can take it.
     store = TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)

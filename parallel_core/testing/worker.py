@@ -112,7 +112,7 @@ def answer_of(call: Call) -> Returned | Raised:
         if call.store is not None:
             dist.init_process_group(
                 call.backend,
-                store=dist.FileStore(call.store, call.world_size),  # type: ignore[attr-defined]
+                store=dist.FileStore(call.store, call.world_size),  # type: ignore[attr-defined]  # not in its __all__
                 rank=call.rank,
                 world_size=call.world_size,
                 timeout=timedelta(seconds=call.timeout + _SLACK),

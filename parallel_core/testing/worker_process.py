@@ -37,8 +37,8 @@ class WorkerProcess:
     def __init__(self) -> None:
         self._connection, theirs = Pipe(duplex=True)
         # Files without a name vanish with the last process that has them open, however the test run ends.
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115
-        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # open for the worker's life
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115  # open for the worker's life
         fds = (theirs.fileno(), self._stacks.fileno())
         # A fresh interpreter, although a fork of one that has imported torch would start sooner: the ranks of a real
         # run have a hash seed each, and a set that they walk in different orders must show here too.

@@ -205,7 +205,7 @@ def test_working_directory_and_import_path_are_those_of_the_test(
     monkeypatch.syspath_prepend(tmp_path)
 
     def work() -> tuple[str, int]:
-        import made_by_the_test  # type: ignore[import-not-found]
+        import made_by_the_test  # type: ignore[import-not-found]  # made when it runs
 
         return str(Path.cwd()), made_by_the_test.ANSWER
 
