@@ -12,6 +12,8 @@ PLUGINS := $(wildcard plugins/*/pyproject.toml)
 
 # Ranks share the cores of one machine here: one thread each, so that they don't take turns on them.
 export OMP_NUM_THREADS := 1
+# torch's TCP store asks for the name of each peer's address: a name server that does not answer costs 5 s each time.
+export RES_OPTIONS := timeout:1 attempts:1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

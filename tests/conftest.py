@@ -15,6 +15,7 @@ import pytest
 from parallel_core.hookspecs import ENTRY_POINT_GROUP
 from parallel_core.registry import registrations
 from parallel_core.strategy import bound_strategy
+from parallel_core.testing import Ranks
 
 SOURCE = """
 from enum import Enum
@@ -54,6 +55,33 @@ sync_module_states: bool = True
 def clear_caches() -> None:
     registrations.cache_clear()
     bound_strategy.cache_clear()
+
+
+def look_again(*modules: str) -> None:
+    """Make this process find the strategies that are on its path now, and forget some modules."""
+    importlib.invalidate_caches()
+    clear_caches()
+    for module in modules:
+        sys.modules.pop(module, None)
+
+
+@pytest.fixture
+def visible(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path, str], None]]:
+    """Make a strategy that is installed in a folder visible to the test and to all ranks: `visible(site, module)`."""
+    shown: list[str] = []
+
+    def everywhere() -> None:
+        look_again(*shown)
+        ranks(look_again, *shown, world_size=3, process_group=False)
+
+    def show(site: Path, module: str) -> None:
+        monkeypatch.syspath_prepend(str(site))
+        shown.append(module)
+        everywhere()
+
+    yield show
+    monkeypatch.undo()
+    everywhere()
 
 
 @pytest.fixture

@@ -5,11 +5,8 @@ from __future__ import annotations
 import configparser
 import email
 import importlib.metadata
-import os
 import re
 import shutil
-import subprocess
-import sys
 import sysconfig
 import tarfile
 import venv
@@ -21,6 +18,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.commands import SUITE_LIMIT, python, run
+
 ROOT = Path(__file__).parents[1]
 SOURCES = {
     "parallel_core": ROOT,
@@ -29,31 +28,6 @@ SOURCES = {
 }
 every_distribution = pytest.mark.parametrize("package", SOURCES)
 
-# Seconds. Each is several times what the step takes on two slow cores: they end a hang, they measure nothing.
-BUILD_LIMIT = 120
-COMMAND_LIMIT = 120
-SUITE_LIMIT = 600
-
-# What would lead a child process back to this test run, its source tree or its ranks.
-LEAKING = re.compile(r"PYTHON|COV|PYTEST|PARALLEL_CORE|VIRTUAL_ENV|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_\w+)$")
-
-
-def run(*command: str | Path, cwd: Path, limit: float, **variables: str) -> str:
-    """Run a command to its end, away from the source tree, and return what it printed; fail with it where it fails."""
-    environment = {name: value for name, value in os.environ.items() if not LEAKING.match(name)} | variables
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env=environment | {"PYTHONSAFEPATH": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=limit,
-        check=False,
-    )
-    assert done.returncode == 0, f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}"
-    return done.stdout
-
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -61,7 +35,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     for source in SOURCES.values():
         # Without isolation the pinned hatchling does it, and nothing is downloaded.
-        run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source, cwd=folder, limit=BUILD_LIMIT)
+        python("-m", "build", "--no-isolation", "--outdir", folder, source, cwd=folder)
     return folder
 
 
@@ -82,18 +56,15 @@ def install(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
     def install_from_wheels(requirement: str) -> Path:
         folder = tmp_path_factory.mktemp("environment")
         venv.create(folder, symlinks=True)
-        python = folder / "bin" / "python"
-        site_packages = run(
-            python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder, limit=COMMAND_LIMIT
-        )
+        interpreter = folder / "bin" / "python"
+        site_packages = run(interpreter, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder)
         # Links, as a copy of torch would take half a minute. pip finds every dependency met but our own.
         for item in third_party():
             (Path(site_packages.strip()) / item.name).symlink_to(item)
-        run(
-            *(sys.executable, "-m", "pip", "--python", python, "install"),
+        python(
+            *("-m", "pip", "--python", interpreter, "install"),
             *("--no-index", "--find-links", built, "--no-compile", requirement),
             cwd=folder,
-            limit=COMMAND_LIMIT,
         )
         return folder
 
@@ -179,7 +150,7 @@ print([strategy.name for strategy in parallel_core.available_strategies()])
 
 def assert_found(environment: Path, strategies: list[str], cwd: Path) -> None:
     """Fail unless the environment has these strategies and no others, and all our code comes from the environment."""
-    lines = run(environment / "bin" / "python", "-c", REPORT, cwd=cwd, limit=COMMAND_LIMIT).splitlines()
+    lines = run(environment / "bin" / "python", "-c", REPORT, cwd=cwd).splitlines()
     assert lines == ["True", *(f"{name} parallel_core_{name} True" for name in strategies), str(strategies)]
 
 
@@ -193,7 +164,7 @@ def test_what_is_installed_from_wheels_is_found(
 ) -> None:
     environment = install(requirement)
     assert_found(environment, strategies, cwd=tmp_path)
-    assert "usage" in run(environment / "bin" / "parallel-core", "--help", cwd=tmp_path, limit=COMMAND_LIMIT).lower()
+    assert "usage" in run(environment / "bin" / "parallel-core", "--help", cwd=tmp_path).lower()
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,38 +12,15 @@ from packaging.requirements import Requirement
 from torch import nn
 
 import parallel_core
-from parallel_core import DistributedConfig, StrategyError, wrap_model_for_training
+from parallel_core import StrategyError, wrap_model_for_training
 from parallel_core import ranks as collective
 from parallel_core.cli import main
 from parallel_core.skeleton import FILES, write_skeleton
 from parallel_core.testing import Ranks
+from tests.commands import install, python
 
 ROOT = Path(__file__).parents[1]
 TEMPLATES = ROOT / "parallel_core" / "skeleton" / "template"
-
-# Seconds; each is several times what the step takes on two slow cores: they end a hang and measure nothing.
-COMMAND_LIMIT = 300
-SUITE_LIMIT = 600
-
-# What would lead the processes started here to this test run, or to its ranks.
-LEAKING = re.compile(r"PYTEST|PYTHONPATH$|PARALLEL_CORE|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_\w+)$")
-
-
-def run(*command: str | Path, cwd: Path, limit: float = COMMAND_LIMIT, **environment: str) -> str:
-    """Run a Python module and return what it printed; fail with that where it fails."""
-    kept = {name: value for name, value in os.environ.items() if not LEAKING.match(name)}
-    done = subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=cwd,
-        env=kept | {"OMP_NUM_THREADS": "1"} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=limit,
-        check=False,
-    )
-    assert done.returncode == 0, f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}"
-    return done.stdout
 
 
 @pytest.fixture
@@ -96,40 +69,23 @@ def test_ruff_has_nothing_to_say_about_it(name: str, working_directory: Path) ->
     write_skeleton(name, Path("new"))
     for rules in (["--isolated"], ["--config", str(ROOT / "pyproject.toml")]):
         # A short name must not leave room for what was broken into lines, nor a long one need more lines.
-        run("ruff", "format", "--no-cache", "--check", *rules, "new", cwd=working_directory)
+        python("-m", "ruff", "format", "--no-cache", "--check", *rules, "new", cwd=working_directory)
         lengths = ["--ignore", "E501"] if len(name) > 30 else []
-        run("ruff", "check", "--no-cache", *rules, *lengths, "new", cwd=working_directory)
+        python("-m", "ruff", "check", "--no-cache", *rules, *lengths, "new", cwd=working_directory)
 
 
 def test_mypy_has_nothing_to_say_about_it(working_directory: Path) -> None:
     write_skeleton("sketch", Path("new"))
     # A cache that lasts, beside that of the project: without one, mypy reads all of torch each time.
     cache = ROOT / ".mypy_cache" / "skeleton"
-    run("mypy", "--strict", "--cache-dir", cache, ".", cwd=working_directory / "new")
+    python("-m", "mypy", "--strict", "--cache-dir", cache, ".", cwd=working_directory / "new")
 
 
-@pytest.fixture(scope="module")
-def distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the distribution of a new strategy in `new`, installed in `site`."""
-    folder = tmp_path_factory.mktemp("skeleton")
-    write_skeleton("sketch", folder / "new")
-    # Without isolation and dependencies: the build backend and the core are here already, nothing is downloaded.
-    install = ("install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
-    run("pip", *install, "--target", folder / "site", folder / "new", cwd=folder)
-    return folder
-
-
-def test_its_own_test_passes(distribution: Path) -> None:
-    options = ("-q", "-W", "error", "-p", "no:cacheprovider")
-    site = str(distribution / "site")
-    report = run("pytest", *options, cwd=distribution / "new", limit=SUITE_LIMIT, PYTHONPATH=site)
-    assert re.search(r"^clause +sketch$", report, re.MULTILINE), report
-    assert re.search(r"^trains as one process does +kept$", report, re.MULTILINE), report
-
-
-def test_its_setting_changes_what_it_says(distribution: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_setting_changes_what_it_says(
+    ranks: Ranks, visible: Callable[[Path, str], None], working_directory: Path
+) -> None:
     def work(bf16: bool) -> torch.Tensor:
-        config = DistributedConfig(parallel_strategy="sketch", sketch_bf16_gradients=bf16)
+        config = parallel_core.DistributedConfig(parallel_strategy="sketch", sketch_bf16_gradients=bf16)
         model = wrap_model_for_training(nn.Linear(3, 1, bias=False), config)
         assert model is not None
         model(torch.full((1, 3), 1 / 3 + collective.rank())).sum().backward()
@@ -137,15 +93,15 @@ def test_its_setting_changes_what_it_says(distribution: Path, monkeypatch: pytes
         assert gradient is not None
         return gradient
 
-    monkeypatch.syspath_prepend(str(distribution / "site"))
+    write_skeleton("sketch", working_directory / "new")
+    install(working_directory / "new", working_directory / "site")
+    visible(working_directory / "site", "parallel_core_sketch")
     mean = torch.full((1, 3), 1 / 3 + 1 / 2)
-    # Ranks of its own: those of the test run have looked already which strategies there are.
-    with Ranks() as ranks:
-        for gradient in ranks(work, False):
-            torch.testing.assert_close(gradient, mean)
-        for gradient in ranks(work, True):
-            assert torch.equal(gradient, gradient.bfloat16().float())
-            torch.testing.assert_close(gradient, mean, atol=2**-7, rtol=0)
+    for gradient in ranks(work, False):
+        torch.testing.assert_close(gradient, mean)
+    for gradient in ranks(work, True):
+        assert torch.equal(gradient, gradient.bfloat16().float())
+        torch.testing.assert_close(gradient, mean, atol=2**-7, rtol=0)
 
 
 @pytest.mark.parametrize(

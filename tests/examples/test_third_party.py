@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,53 +19,25 @@ from parallel_core import (
 )
 from parallel_core import ranks as collective
 from parallel_core.testing import Ranks
+from tests.commands import install, python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(path for path in (EXAMPLES / "third_party").rglob("*") if path.suffix in (".md", ".py", ".toml"))
 
-# Seconds; each is several times what the step takes on two slow cores: they end a hang and measure nothing.
-PIP_LIMIT = 120
-SCRIPT_LIMIT = 180
-SUITE_LIMIT = 600
-
-# What would lead the processes started here to this test run, its ranks or a user's own settings.
-LEAKING = re.compile(r"PYTEST|PYTHONPATH$|PARALLEL_CORE|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_\w+)$")
-
-
-def run(*command: str | Path, site: Path, cwd: Path, limit: float, **environment: str) -> str:
-    """Run a Python command with a folder on its path, and return what it printed; fail with it where it fails."""
-    kept = {name: value for name, value in os.environ.items() if not LEAKING.match(name)}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=cwd,
-        env=kept | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=limit,
-        check=False,
-    )
-    assert done.returncode == 0, f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}"
-    return done.stdout
+MODULE = "parallel_core_localsgd"
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the distribution is installed."""
-    folder = tmp_path_factory.mktemp("localsgd")
-    # Without isolation and dependencies: the build backend and the core are here already, nothing is downloaded.
-    install = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    source = EXAMPLES / "third_party"
-    run("-m", "pip", *install, "--target", folder / "site", source, site=folder, cwd=folder, limit=PIP_LIMIT)
-    return folder / "site"
+    folder = tmp_path_factory.mktemp("localsgd") / "site"
+    install(EXAMPLES / "third_party", folder)
+    return folder
 
 
-@pytest.fixture(scope="module")
-def own_ranks(site: Path) -> Iterator[Ranks]:
-    """Ranks that see the distribution; those of the test run have looked already which strategies there are."""
-    with pytest.MonkeyPatch.context() as patch, Ranks() as ranks:
-        patch.syspath_prepend(str(site))
-        yield ranks
+@pytest.fixture
+def localsgd(site: Path, visible: Callable[[Path, str], None]) -> None:
+    visible(site, MODULE)
 
 
 def test_it_has_less_than_sixty_lines_in_all() -> None:
@@ -79,31 +47,24 @@ def test_it_has_less_than_sixty_lines_in_all() -> None:
 
 
 def test_it_is_installed_and_listed_under_its_name(site: Path, tmp_path: Path) -> None:
-    listed = run("-m", "parallel_core.cli", "strategies", site=site, cwd=tmp_path, limit=PIP_LIMIT)
+    listed = python("-m", "parallel_core.cli", "strategies", cwd=tmp_path, PYTHONPATH=str(site))
     assert re.search(r"^localsgd +parallel-core-localsgd +0\.1\.0 +ready *$", listed, re.MULTILINE), listed
 
 
-def test_its_own_conformance_test_passes(site: Path, tmp_path: Path) -> None:
-    shutil.copy(EXAMPLES / "third_party" / "tests" / "test_conformance.py", tmp_path)
-    options = ("-q", "-W", "error", "-p", "no:cacheprovider")
-    report = run("-m", "pytest", *options, tmp_path, site=site, cwd=tmp_path, limit=SUITE_LIMIT)
-    assert re.search(r"^clause +localsgd$", report, re.MULTILINE), report
-    assert re.search(r"^full state is the bare models +kept$", report, re.MULTILINE), report
-
-
-def test_the_main_job_trains_under_it_by_nothing_but_its_name(site: Path, tmp_path: Path) -> None:
+def test_the_main_job_trains_under_it_by_nothing_but_its_name(
+    ranks: Ranks, localsgd: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
     settings = ("--width", "16", "--depth", "1", "--heads", "2", "--context", "16", "--batch", "12", "--sample", "20")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    printed = run(
-        *launcher,
-        EXAMPLES / "train_lm.py",
-        *settings,
-        *("--steps", "40", "--learning-rate", "0.03", "--output", tmp_path / "run"),
-        site=site,
-        cwd=tmp_path,
-        limit=SCRIPT_LIMIT,
-        PARALLEL_CORE_PARALLEL_STRATEGY="localsgd",
-    )
+    line = [*settings, "--steps", "40", "--learning-rate", "0.03", "--output", str(tmp_path / "run")]
+
+    def work() -> None:
+        import train_lm
+
+        train_lm.main(line)
+
+    env = {"PARALLEL_CORE_PARALLEL_STRATEGY": "localsgd"}
+    printed = ranks.outcomes(work, process_group=False, env=env)[0].output
     assert re.search(r"[\d,]+ parameters, strategy localsgd", printed), printed
     assert len(re.findall(r"^ +[01] +cpu +[\d,]+ +100\.0%", printed, re.MULTILINE)) == 2, printed
     verdict = re.search(r"^loss [\d.]+ -> [\d.]+ \((\d+)% of its start\)$", printed, re.MULTILINE)
@@ -112,7 +73,7 @@ def test_the_main_job_trains_under_it_by_nothing_but_its_name(site: Path, tmp_pa
     assert list(tmp_path.glob("run/step-00000040/*.safetensors"))
 
 
-def test_ranks_are_alike_after_every_kth_step_and_not_between(own_ranks: Ranks) -> None:
+def test_ranks_are_alike_after_every_kth_step_and_not_between(ranks: Ranks, localsgd: None) -> None:
     def work() -> list[bool]:
         config = parallel_core.DistributedConfig(parallel_strategy="localsgd", localsgd_every=3)
         model = wrap_model_for_training(nn.Linear(4, 4), config)
@@ -128,10 +89,10 @@ def test_ranks_are_alike_after_every_kth_step_and_not_between(own_ranks: Ranks) 
             alike.append(not collective.differing_tensors({**held, **state}))
         return alike
 
-    assert own_ranks(work) == [[False, False, True] * 2] * 2
+    assert ranks(work) == [[False, False, True] * 2] * 2
 
 
-def test_what_the_ranks_agree_on_is_the_mean(own_ranks: Ranks) -> None:
+def test_what_the_ranks_agree_on_is_the_mean(ranks: Ranks, localsgd: None) -> None:
     # For plain gradient descent the mean of one step's weights is the step of the mean gradient: one process's.
     def work() -> dict[str, torch.Tensor]:
         torch.manual_seed(collective.rank())  # the wrap makes all ranks start alike
@@ -147,8 +108,8 @@ def test_what_the_ranks_agree_on_is_the_mean(own_ranks: Ranks) -> None:
             optimizer.zero_grad()
         return model_state_dict(model)
 
-    (alone,) = own_ranks(work, world_size=1, process_group=False)
-    together = own_ranks(work, world_size=3)[0]
+    (alone,) = ranks(work, world_size=1, process_group=False)
+    together = ranks(work, world_size=3)[0]
     for name, weight in alone.items():
         torch.testing.assert_close(together[name], weight, atol=1e-6, rtol=0)
     assert torch.equal(together["2.weight"], alone["2.weight"])  # frozen: not a bit of it changes

@@ -12,6 +12,9 @@ import pytest
 from parallel_core import DistributedConfig
 from parallel_core.testing.models import CASES
 
+#: Cases whose state lies in different ways: in units, tied, smaller than the ranks are many, frozen, in buffers.
+TELLING = ("blocks", "language_model", "small_parameters", "adapter", "batch_norm")
+
 
 class Capability(StrEnum):
     """What a strategy may lack, if it says so."""
@@ -66,14 +69,19 @@ class Declaration:
             pytest.skip(f"{cls.strategy} declares that it lacks {capability}: {cls.lacks[capability]}")
 
     @classmethod
-    def cases(cls, *, training: bool = False, exact: bool = False) -> dict[str, DistributedConfig]:
+    def cases(
+        cls, *, training: bool = False, exact: bool = False, telling: bool = False
+    ) -> dict[str, DistributedConfig]:
         """Return the cases that the strategy wraps, each with its config.
 
         Args:
             training: only those with something to train.
             exact: only those whose losses must be those of one process.
+            telling: only a few, whose state lies in different ways, for what is shown for all of them elsewhere.
         """
         found = [case for name, case in CASES.items() if name not in cls.refuses]
+        if telling:
+            found = [case for case in found if case.name in TELLING]
         if training or exact:
             found = [case for case in found if case.trains]
         if exact:

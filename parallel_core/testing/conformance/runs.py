@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -66,27 +66,28 @@ class Run:
             self.optimizer = parallel_core.wrap_optimizer(self.model, make_optimizer(self.model.parameters()))
 
     def backward(self, seed: int, *, rows: int = ROWS, model: nn.Module | None = None) -> float:
-        """Run forward and backward on this rank's share of a batch; return the whole batch's loss."""
+        """Run forward and backward on this rank's share of a batch; return the share's loss."""
         index, count = parallel_core.data_parallel(self.model)
         own = slice(index * rows // count, (index + 1) * rows // count)
         inputs, targets = self.case.batch(seed, rows)
         loss = self.case.loss((self.model if model is None else model)(inputs[own]), targets[own])
         if self.case.trains:
             loss.backward()
-        losses = ranks.all_gather(loss.item())
-        return float(sum(losses)) / len(losses)
+        return loss.item()
 
-    def step(self, seed: int) -> float:
-        """Train on one batch; return its loss before the step."""
-        loss = self.backward(seed)
+    def step(self, seed: int, *, model: nn.Module | None = None) -> float:
+        """Train on this rank's share of a batch; return the share's loss before the step."""
+        loss = self.backward(seed, model=model)
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
         return loss
 
-    def train(self, steps: int) -> list[float]:
-        """Train on batches 0 to `steps - 1`; return their losses."""
-        return [self.step(seed) for seed in range(steps)]
+    def train(self, seeds: Iterable[int]) -> list[float]:
+        """Train on batches; return the losses of the whole batches."""
+        # Gathered once: asking the other ranks after every step would take longer than the steps.
+        shares = ranks.all_gather([self.step(seed) for seed in seeds])
+        return [sum(losses) / len(losses) for losses in zip(*shares, strict=True)]
 
     def full(self) -> dict[str, Any]:
         """Return the full state dict: what rank 0 gets."""

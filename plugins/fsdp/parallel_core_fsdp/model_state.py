@@ -6,12 +6,13 @@ torch's own state dicts are not used: on the CPU a full one with offload reads f
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from parallel_core import StateDictType, ranks, tensors
@@ -22,10 +23,10 @@ from parallel_core.record import parameter_names
 def read(model: nn.Module, state_dict_type: StateDictType) -> dict[str, Any]:
     """Return the model's state dict; see the hook `model_state_dict`."""
     entries: dict[str, Any] = {}
+    mesh_on = functools.cache(mesh_of_all_ranks)
     for names, parameter in _whole_parameters(model, writeback=False):
         if state_dict_type is StateDictType.SHARDED:
-            mesh = init_device_mesh(parameter.device.type, (ranks.world_size(),))
-            entries |= dict.fromkeys(names, tensors.shard(parameter, mesh))
+            entries |= dict.fromkeys(names, tensors.shard(parameter, mesh_on(parameter.device.type)))
         else:
             # A copy for each name: tensors that share memory can't be saved as safetensors.
             entries |= {name: tensors.snapshot(parameter) for name in names}
@@ -50,6 +51,11 @@ def load(model: nn.Module, state_dict: dict[str, Any], state_dict_type: StateDic
     for name, module in _modules_with_extra_state(model):
         if name in state_dict:
             module.set_extra_state(state_dict[name])
+
+
+def mesh_of_all_ranks(device_type: str) -> DeviceMesh:
+    """Return the mesh that DTensors are cut over; a collective, so that it is made once for a whole state dict."""
+    return init_device_mesh(device_type, (ranks.world_size(),))
 
 
 def is_wrapper(module: nn.Module, child: str) -> bool:

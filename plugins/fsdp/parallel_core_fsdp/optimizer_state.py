@@ -9,18 +9,19 @@ torch's own `optim_state_dict` is not used: it steps an optimizer that has no st
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from parallel_core import StateDictError, StateDictType, ranks, tensors
 from parallel_core.optimizer_state import load_named_state, named_groups
 from parallel_core.record import bare_parameters, bare_shapes
+from parallel_core_fsdp.model_state import mesh_of_all_ranks
 
 
 class Piece(NamedTuple):
@@ -35,6 +36,7 @@ def read(model: nn.Module, optimizer: torch.optim.Optimizer, state_dict_type: St
     parameters, shapes = bare_parameters(model), bare_shapes(model)
     sizes = _sizes(model, parameters, shapes)
     state: dict[str, dict[str, Any]] = {}
+    mesh_on = functools.cache(mesh_of_all_ranks)
     for name, pieces in _outline(optimizer, parameters).items():
         state[name] = {}
         for key, piece in pieces.items():
@@ -46,8 +48,7 @@ def read(model: nn.Module, optimizer: torch.optim.Optimizer, state_dict_type: St
             if state_dict_type is StateDictType.FULL:
                 state[name][key] = tensors.snapshot(whole)
             else:
-                mesh = init_device_mesh(whole.device.type, (ranks.world_size(),))
-                state[name][key] = tensors.shard(whole, mesh)
+                state[name][key] = tensors.shard(whole, mesh_on(whole.device.type))
     if state_dict_type is StateDictType.FULL and ranks.rank():
         return {}
     return {"state": state, "param_groups": named_groups(optimizer, parameters)}

@@ -29,7 +29,7 @@ def test_state_moves_between_strategies_and_trains_on(ranks: Ranks, start: str, 
         found = []
         for case in MODELS:
             first = Run(case, CONFIGS[start], make_optimizer=make)
-            first.train(2)
+            first.train(range(2))
             second = Run(case, CONFIGS[end], seed=7, make_optimizer=make)
             assert first.optimizer is not None
             assert second.optimizer is not None
@@ -57,7 +57,7 @@ def test_a_full_dict_goes_round_through_all_of_them(ranks: Ranks) -> None:
         found = []
         for case in MODELS:
             run = Run(case, CONFIGS["ddp"])
-            run.train(2)
+            run.train(range(2))
             expected = run.full()
             state = expected
             for config in (CONFIGS["fsdp"], None, CONFIGS["fsdp"], CONFIGS["ddp"]):
