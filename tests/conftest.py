@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from parallel_core.hookspecs import ENTRY_POINT_GROUP
-from parallel_core.registry import registrations
-from parallel_core.strategy import bound_strategy
 from parallel_core.testing import Ranks
+from tests.discovery import clear_caches, look_again
 
 SOURCE = """
 from enum import Enum
@@ -50,19 +49,6 @@ auto_wrap_min_params: Annotated[int, Meta(ge=0)] = 10_000_000
 cpu_offload: bool = False
 sync_module_states: bool = True
 """
-
-
-def clear_caches() -> None:
-    registrations.cache_clear()
-    bound_strategy.cache_clear()
-
-
-def look_again(*modules: str) -> None:
-    """Make this process find the strategies that are on its path now, and forget some modules."""
-    importlib.invalidate_caches()
-    clear_caches()
-    for module in modules:
-        sys.modules.pop(module, None)
 
 
 @pytest.fixture

@@ -32,12 +32,17 @@ def test_both_pass_with_a_column_each_in_the_table(report: str) -> None:
     assert re.search(r"^clause +localsgd +sketch$", report, re.MULTILINE), report
 
 
+def test_a_clause_that_asks_nothing_of_either_is_not_in_the_table(report: str) -> None:
+    assert "refuses what it declares to refuse" not in report
+
+
 @pytest.mark.parametrize(
     ("clause", "localsgd", "sketch"),
     [
         ("full state is the bare models", "kept", "kept"),
         ("trains as one process does", "lacks", "kept"),
         ("shares the parameters among the ranks", "lacks", "lacks"),
+        ("tied parameters stay tied", "kept", "kept"),
     ],
 )
 def test_the_table_says_what_each_keeps_and_lacks(report: str, clause: str, localsgd: str, sketch: str) -> None:
