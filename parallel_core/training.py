@@ -56,7 +56,7 @@ def wrap_model_for_training(
         strategy = bound_strategy(config.parallel_strategy)
         device = local_device(config) if device is None else torch.device(device)
         applies = strategy.applies(ranks.world_size(), device)
-    check_alike(config, applies=applies)
+    check_alike(config, device, applies=applies)
     if not applies:
         log_declined(strategy, config, device)
         return None

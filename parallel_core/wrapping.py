@@ -55,11 +55,12 @@ def log_declined(strategy: Strategy, config: DistributedConfig, device: torch.de
         logger.warning("not in effect, because strategy %r does not apply here: %s", strategy.name, settings)
 
 
-def check_alike(config: DistributedConfig, *, applies: bool) -> None:
+def check_alike(config: DistributedConfig, device: torch.device, *, applies: bool) -> None:
     """Agree that all ranks were told to do the same; a collective.
 
     Args:
         config: the settings of this rank.
+        device: where this rank trains.
         applies: whether the strategy that it names applies on this rank.
 
     Raises:
@@ -72,8 +73,12 @@ def check_alike(config: DistributedConfig, *, applies: bool) -> None:
         for name in type(config).__struct_fields__
         if name in CORE_FIELDS or name.startswith(of_strategy)
     }
-    told["the answer of hook applies"] = str(applies)
-    _raise_differences(ranks.all_gather(told), _told_differences, "give every rank the same config")
+    gathered = ranks.all_gather((told, str(device.type), applies))
+    _raise_differences([each for each, _, _ in gathered], _told_differences, "give every rank the same config")
+    # The config is the same by now, so it is the device that makes a strategy apply here and not there.
+    answers = [{"the answer of hook applies": f"{answer} for {kind}"} for _, kind, answer in gathered]
+    if len({answer for _, _, answer in gathered}) > 1:
+        _raise_differences(answers, _told_differences, "train on the same kind of device on every rank")
 
 
 def check_wrap(model: nn.Module, strategy: Strategy, config: DistributedConfig, device: torch.device) -> Layout:

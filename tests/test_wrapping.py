@@ -345,6 +345,14 @@ def test_configs_that_differ_between_ranks_are_refused(on_ranks: OnRanks, settin
     assert refused(on_ranks, work) == ("WrapError", told)
 
 
+def test_where_config_and_model_differ_the_advice_is_about_the_config(on_ranks: OnRanks) -> None:
+    def work() -> None:
+        wrap_model_for_training(nn.Linear(2, 2 + core.rank()), config_of(in_place=core.rank() == 1))
+
+    told = "the ranks do not agree: ring_in_place is False on rank 0, True on rank 1; give every rank the same config"
+    assert refused(on_ranks, work) == ("WrapError", told)
+
+
 def test_settings_of_a_strategy_that_is_not_used_may_differ(on_ranks: OnRanks) -> None:
     def work() -> bool:
         config = parallel_core.DistributedConfig(parallel_strategy="ring", shy_depth=core.rank())
@@ -360,8 +368,8 @@ def test_a_strategy_that_declines_on_one_rank_only_is_refused(on_ranks: OnRanks)
     assert refused(on_ranks, work) == (
         "WrapError",
         (
-            "the ranks do not agree: the answer of hook applies is True on rank 0, False on rank 1; give every rank "
-            "the same config"
+            "the ranks do not agree: the answer of hook applies is True for cpu on rank 0, False for meta on rank 1; "
+            "train on the same kind of device on every rank"
         ),
     )
 
