@@ -117,7 +117,9 @@ class Strategy:
     def plan_units(self, model: nn.Module, config: StrategyConfig) -> list[Unit]:
         from parallel_core.units import Unit
 
-        return self._expect_list(Unit, "plan_units", self._hooks.plan_units(model=model, config=config))
+        with self._failing_to("plan its units"):
+            answer = self._hooks.plan_units(model=model, config=config)
+        return self._expect_list(Unit, "plan_units", answer)
 
     def check_model(self, model: nn.Module, config: StrategyConfig, device: torch.device) -> list[str]:
         with self._failing_to("check the model"):

@@ -19,6 +19,7 @@ from parallel_core.names import uncompiled
 from parallel_core.optimizer_state import named_groups
 from parallel_core.optimizer_state_dicts import check_optimizer_state_dict
 from parallel_core.record import Layout, Record, attach, bare_parameters, find_record
+from parallel_core.report import log_report, make_report
 from parallel_core.state_dicts import (
     IncompatibleKeys,
     check_model_state_dict,
@@ -27,7 +28,7 @@ from parallel_core.state_dicts import (
     parse_state_dict_type,
 )
 from parallel_core.strategy import Strategy, bare_model_strategy, bound_strategy
-from parallel_core.wrapping import check_alike, check_wrap, earlier_optimizers, local_device, log_declined
+from parallel_core.wrapping import check_alike, check_optimizer, check_wrap, local_device, log_declined
 
 if TYPE_CHECKING:
     from parallel_core.config import DistributedConfig
@@ -60,11 +61,13 @@ def wrap_model_for_training(
     if not applies:
         log_declined(strategy, config, device)
         return None
-    layout = check_wrap(model, strategy, config, device)
-    record = Record(strategy, config, layout, earlier_optimizers(model))
+    plan = check_wrap(model, strategy, config, device)
     with ranks.agreement(WrapError):
         wrapped = strategy.wrap_model(model, config.options, device)
+    report = make_report(strategy, config, plan.layout, plan.units, wrapped, device)
+    record = Record(strategy, config, plan.layout, report, plan.earlier_optimizers)
     attach(record, wrapped, bare=model)
+    log_report(report)
     return wrapped
 
 
@@ -75,19 +78,7 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
         WrapError: the optimizer was made before the wrap, or holds parameters that are not the model's.
     """
     record, strategy, model = _resolve(model)
-    if record is not None and optimizer in record.earlier_optimizers:
-        raise WrapError(
-            "the optimizer was made before the model was wrapped and may train nothing; make it from the parameters of "
-            "the wrapped model, after wrap_model_for_training"
-        )
-    own = set(model.parameters())
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strangers = sum(parameter not in own for parameter in held)
-    if strangers:
-        raise WrapError(
-            f"{strangers} of the {len(held)} parameters of the optimizer are not the model's; make it from the "
-            f"parameters of the wrapped model, after wrap_model_for_training"
-        )
+    check_optimizer(model, optimizer, record)
     options = bare_model_strategy().config_class() if record is None else record.config.options
     return strategy.wrap_optimizer(model, optimizer, options)
 

@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -22,7 +22,8 @@ from torch.nn.parameter import is_lazy
 from parallel_core import ranks
 from parallel_core.errors import WrapError
 from parallel_core.names import bare_names
-from parallel_core.record import Layout, find_record, is_wrapped, spec_of
+from parallel_core.record import Layout, Record, find_record, is_wrapped, spec_of
+from parallel_core.report import ReportedUnit, reported_units
 from parallel_core.state_dicts import named
 from parallel_core.strategy import Strategy
 from parallel_core.strategy_config import CORE_FIELDS
@@ -33,6 +34,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class Plan(NamedTuple):
+    """What is known of a bare model when all ranks have agreed to wrap it.
+
+    Attributes:
+        layout: its names, shapes and dtypes.
+        units: the units that the strategy is going to make, the root first.
+        earlier_optimizers: the optimizers alive that may hold its parameters.
+    """
+
+    layout: Layout
+    units: tuple[ReportedUnit, ...]
+    earlier_optimizers: weakref.WeakSet[torch.optim.Optimizer]
 
 
 def local_device(config: DistributedConfig) -> torch.device:
@@ -81,11 +96,11 @@ def check_alike(config: DistributedConfig, device: torch.device, *, applies: boo
         _raise_differences(answers, _told_differences, "train on the same kind of device on every rank")
 
 
-def check_wrap(model: nn.Module, strategy: Strategy, config: DistributedConfig, device: torch.device) -> Layout:
+def check_wrap(model: nn.Module, strategy: Strategy, config: DistributedConfig, device: torch.device) -> Plan:
     """Agree that the model can be wrapped, on every rank and in the same way; a collective. Touches nothing.
 
     Returns:
-        the bare model's layout.
+        what is to be wrapped.
 
     Raises:
         WrapError: it can't be; the same error on every rank.
@@ -98,12 +113,34 @@ def check_wrap(model: nn.Module, strategy: Strategy, config: DistributedConfig, 
         part = next((name for name, part in model.named_modules() if is_wrapped(part)), None)
         if part is not None:
             raise WrapError(f"part {part!r} of the model is wrapped already; wrap the whole bare model, once")
+        units = reported_units(model, strategy.plan_units(model, config.options))
     bare = bare_names(model)
     buffers = {bare(name): spec_of(name, buffer) for name, buffer in model.named_buffers()}
     # A state dict lacks the buffers that are not persistent, and they are handed from rank to rank like the others.
     whole = replace(layout, entries={**layout.entries, **buffers})
     _raise_differences(ranks.all_gather(whole), _layout_differences, "build the same model everywhere")
-    return layout
+    return Plan(layout, units, earlier_optimizers(model))
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, record: Record | None) -> None:
+    """Refuse an optimizer that would not train the model, wrapped or bare.
+
+    Raises:
+        WrapError: it was made before the wrap, or holds parameters that are not the model's.
+    """
+    if record is not None and optimizer in record.earlier_optimizers:
+        raise WrapError(
+            "the optimizer was made before the model was wrapped and may train nothing; make it from the parameters of "
+            "the wrapped model, after wrap_model_for_training"
+        )
+    own = set(model.parameters())
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strangers = sum(parameter not in own for parameter in held)
+    if strangers:
+        raise WrapError(
+            f"{strangers} of the {len(held)} parameters of the optimizer are not the model's; make it from the "
+            f"parameters of the wrapped model, after wrap_model_for_training"
+        )
 
 
 def earlier_optimizers(model: nn.Module) -> weakref.WeakSet[torch.optim.Optimizer]:

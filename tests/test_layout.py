@@ -33,6 +33,8 @@ ORDER = [
     ["config"],
     ["state_dicts"],
     ["optimizer_state_dicts"],
+    ["report_text"],
+    ["report"],
     ["wrapping"],
     ["distributed", "training"],
     ["__init__"],  # what users import; those below are written against it, as a user would
