@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -51,6 +51,7 @@ class WrapReport:
         plugin: the distribution that it comes from, and its version.
         settings: all settings of the strategy, under the names that a config file has for them.
         changed: the names of those that differ from their defaults.
+        values: where the first values came from, in words.
         units: the units that the strategy planned, in the order of the model's modules, without the root.
         root: what no unit holds. Under a strategy without units, the whole model.
         tied: all names of each parameter that has more than one.
@@ -65,6 +66,7 @@ class WrapReport:
     plugin: str
     settings: dict[str, Any]
     changed: tuple[str, ...]
+    values: str
     units: tuple[ReportedUnit, ...] = field(repr=False)
     root: ReportedUnit
     tied: tuple[tuple[str, ...], ...]
@@ -97,65 +99,42 @@ def wrap_report(model: nn.Module) -> WrapReport | None:
     return None if record is None else record.report
 
 
-def make_report(
-    strategy: Strategy,
-    config: DistributedConfig,
-    layout: Layout,
-    units: tuple[ReportedUnit, ...],
-    wrapped: nn.Module,
-    device: torch.device,
+def planned_report(
+    model: nn.Module, strategy: Strategy, config: DistributedConfig, layout: Layout, values: str
 ) -> WrapReport:
-    """Return the report on a model that has just been wrapped; a collective."""
-    settings = {f"{strategy.name}_{name}": value for name, value in msgspec.structs.asdict(config.options).items()}
-    default = msgspec.structs.asdict(strategy.config_class())
-    changed = tuple(
-        name for name, value in settings.items() if value != default[name.removeprefix(f"{strategy.name}_")]
-    )
+    """Return the report on a bare model that is to be wrapped: all of it but what is measured afterwards."""
+    options, default = msgspec.structs.asdict(config.options), msgspec.structs.asdict(strategy.config_class())
+    units = strategy.plan_units(model, config.options)
+    parameters = list(model.parameters())
     dtypes: dict[str, int] = {}
-    nbytes = 0
-    for name in layout.parameters:
-        spec = layout.entries[name]
-        assert spec is not None  # a parameter is a tensor
-        numel = math.prod(spec.shape)
-        nbytes += numel * spec.dtype.itemsize
-        dtype = str(spec.dtype).removeprefix("torch.")
-        dtypes[dtype] = dtypes.get(dtype, 0) + numel
-    gathered = ranks.all_gather((bytes_held(wrapped), str(device)))
-    root, *others = units
+    for parameter in parameters:
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        dtypes[dtype] = dtypes.get(dtype, 0) + parameter.numel()
+    bare = bare_names(model)
     return WrapReport(
         strategy=strategy.name,
-        plugin=f"{strategy.distribution} {strategy.version}".rstrip(),
-        settings=settings,
-        changed=changed,
-        units=tuple(others),
-        root=root,
+        plugin=f"{strategy.distribution} {strategy.version}",
+        settings={f"{strategy.name}_{name}": value for name, value in options.items()},
+        changed=tuple(f"{strategy.name}_{name}" for name, value in options.items() if value != default[name]),
+        values=values,
+        units=tuple(_reported(unit, bare) for unit in units),
+        root=_reported(root_unit(model, units), bare),
         tied=layout.tied,
         dtypes=dtypes,
-        nbytes=nbytes,
-        held=tuple(held for held, _ in gathered),
-        devices=tuple(where for _, where in gathered),
+        nbytes=sum(parameter.nbytes for parameter in parameters),
+        held=(),
+        devices=(),
     )
 
 
-def log_report(report: WrapReport) -> None:
-    """Log the report as one block, on rank 0."""
+def measured_report(report: WrapReport, wrapped: nn.Module, device: torch.device) -> WrapReport:
+    """Return the report with what has become of the model on all ranks; a collective. Rank 0 logs it."""
+    gathered = ranks.all_gather((bytes_held(wrapped), str(device)))
+    held, devices = zip(*gathered, strict=True)
+    measured = replace(report, held=held, devices=devices)
     if ranks.rank() == 0:
-        logger.info("%s", report)
-
-
-def reported_units(model: nn.Module, units: list[Unit]) -> tuple[ReportedUnit, ...]:
-    """Return what a report keeps of the planned units of a bare model, the root first.
-
-    Before the wrap: it takes the modules' parameters apart, and names change.
-    """
-    bare = bare_names(model)
-
-    def kept(unit: Unit) -> ReportedUnit:
-        # A path needs its final dot to be told from a parameter of the module above it.
-        name = bare(f"{unit.name}.").rstrip(".") if unit.name else ""
-        return ReportedUnit(name, tuple(bare(parameter) for parameter in unit.parameters), unit.numel)
-
-    return (kept(root_unit(model, units)), *(kept(unit) for unit in units))
+        logger.info("%s", measured)
+    return measured
 
 
 def bytes_held(model: nn.Module) -> int:
@@ -166,3 +145,9 @@ def bytes_held(model: nn.Module) -> int:
     locals_ = [parameter.to_local() if is_dtensor(parameter) else parameter for parameter in model.parameters()]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in locals_}
     return sum(storages.values())
+
+
+def _reported(unit: Unit, bare: Callable[[str], str]) -> ReportedUnit:
+    # A path needs its final dot to be told from a parameter of the module above it.
+    name = bare(f"{unit.name}.").rstrip(".") if unit.name else ""
+    return ReportedUnit(name, tuple(bare(parameter) for parameter in unit.parameters), unit.numel)

@@ -20,6 +20,7 @@ def report_text(report: WrapReport) -> str:
         f"wrapped by strategy {report.strategy!r} ({report.plugin}) on {count} rank{'s' if count > 1 else ''}",
         *_block("settings", _told_settings(report.settings, report.changed)),
         *_block("parameters", [_told_parameters(report)]),
+        *_block("values", [f"from {report.values}"]),
         *_block("units", _folded(report.units) if report.units else ["none: the root is all of the model"]),
         *_block("root", [_told_root(report.root)]),
         *_block("tied", [" = ".join(group) for group in report.tied]),

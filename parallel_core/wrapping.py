@@ -21,9 +21,11 @@ from torch.nn.parameter import is_lazy
 
 from parallel_core import ranks
 from parallel_core.errors import WrapError
+from parallel_core.meta import meta_tensors
 from parallel_core.names import bare_names
 from parallel_core.record import Layout, Record, find_record, is_wrapped, spec_of
-from parallel_core.report import ReportedUnit, reported_units
+from parallel_core.report import WrapReport, planned_report
+from parallel_core.starting import FirstValues
 from parallel_core.state_dicts import named
 from parallel_core.strategy import Strategy
 from parallel_core.strategy_config import CORE_FIELDS
@@ -41,12 +43,12 @@ class Plan(NamedTuple):
 
     Attributes:
         layout: its names, shapes and dtypes.
-        units: the units that the strategy is going to make, the root first.
+        report: the wrap report, but for what is measured after the wrap.
         earlier_optimizers: the optimizers alive that may hold its parameters.
     """
 
     layout: Layout
-    units: tuple[ReportedUnit, ...]
+    report: WrapReport
     earlier_optimizers: weakref.WeakSet[torch.optim.Optimizer]
 
 
@@ -96,7 +98,13 @@ def check_alike(config: DistributedConfig, device: torch.device, *, applies: boo
         _raise_differences(answers, _told_differences, "train on the same kind of device on every rank")
 
 
-def check_wrap(model: nn.Module, strategy: Strategy, config: DistributedConfig, device: torch.device) -> Plan:
+def check_wrap(
+    model: nn.Module,
+    strategy: Strategy,
+    config: DistributedConfig,
+    device: torch.device,
+    first_values: FirstValues,
+) -> Plan:
     """Agree that the model can be wrapped, on every rank and in the same way; a collective. Touches nothing.
 
     Returns:
@@ -104,6 +112,7 @@ def check_wrap(model: nn.Module, strategy: Strategy, config: DistributedConfig, 
 
     Raises:
         WrapError: it can't be; the same error on every rank.
+        StateDictError: the state dict that its first values come from does not fit; likewise.
     """
     with ranks.agreement(WrapError):
         layout = _checked_layout(model)
@@ -113,13 +122,17 @@ def check_wrap(model: nn.Module, strategy: Strategy, config: DistributedConfig, 
         part = next((name for name, part in model.named_modules() if is_wrapped(part)), None)
         if part is not None:
             raise WrapError(f"part {part!r} of the model is wrapped already; wrap the whole bare model, once")
-        units = reported_units(model, strategy.plan_units(model, config.options))
+        report = planned_report(model, strategy, config, layout, first_values.told(model))
     bare = bare_names(model)
     buffers = {bare(name): spec_of(name, buffer) for name, buffer in model.named_buffers()}
     # A state dict lacks the buffers that are not persistent, and they are handed from rank to rank like the others.
     whole = replace(layout, entries={**layout.entries, **buffers})
-    _raise_differences(ranks.all_gather(whole), _layout_differences, "build the same model everywhere")
-    return Plan(layout, units, earlier_optimizers(model))
+    gathered = ranks.all_gather((whole, dict.fromkeys(meta_tensors(model), "is on the meta device")))
+    advice = "build the same model everywhere"
+    _raise_differences([layout for layout, _ in gathered], _layout_differences, advice)
+    _raise_differences([on_meta for _, on_meta in gathered], _meta_differences, advice)
+    first_values.check(model, layout)
+    return Plan(layout, report, earlier_optimizers(model))
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, record: Record | None) -> None:
@@ -182,11 +195,6 @@ def _checked_layout(model: nn.Module) -> Layout:
     lazy = [name for name, tensor in tensors.items() if is_lazy(tensor)]
     if lazy:
         raise WrapError(f"{named('not initialized yet', lazy)}; run the bare model once, so that they get their shapes")
-    on_meta = [name for name, tensor in tensors.items() if tensor.is_meta]
-    if on_meta:
-        raise WrapError(
-            f"{named('these are on the meta device and have no values', on_meta)}; build the model on a device"
-        )
     return Layout.of(model)
 
 
@@ -202,6 +210,13 @@ def _told_differences(first: dict[str, str], other: dict[str, str], index: int) 
     for name in first:
         if name in other and first[name] != other[name]:
             yield f"{name} is {first[name]} on rank 0, {other[name]} on rank {index}"
+
+
+def _meta_differences(first: dict[str, str], other: dict[str, str], index: int) -> Iterator[str]:
+    for name in {**first, **other}:
+        on_first, on_other = first.get(name, "has values"), other.get(name, "has values")
+        if on_first != on_other:
+            yield f"{name!r} {on_first} on rank 0, {on_other} on rank {index}"
 
 
 def _layout_differences(first: Layout, other: Layout, index: int) -> Iterator[str]:

@@ -91,6 +91,7 @@ def test_the_report_of_any_strategy_has_what_was_asked_and_what_was_done(wrap: C
         plugin="pc-cutter 2.1",
         settings={"cutter_size": 30, "cutter_dtype": "fp32"},
         changed=("cutter_size",),
+        values="the model as it was built",
         units=tuple(ReportedUnit(f"blocks.{index}.up", (f"blocks.{index}.up.weight",), 32) for index in range(3)),
         root=ReportedUnit("", ("scale", "embed.weight"), 28),
         tied=(("embed.weight", "head.weight"),),
@@ -110,6 +111,7 @@ def test_the_text_of_a_report_reads_from_top_to_bottom_with_like_units_folded(
         "  settings    cutter_size = 30",
         "              by default: cutter_dtype = 'fp32'",
         "  parameters  412: 4 of bfloat16 and 408 of float32, 1.6 KiB",
+        "  values      from the model as it was built",
         "  units       blocks.0.up ... blocks.11.up: 12 units of 32",
         "  root        28: scale, embed.weight",
         "  tied        embed.weight = head.weight",
@@ -124,6 +126,7 @@ def test_the_text_says_so_where_there_are_no_units_no_parameters_and_no_settings
         "wrapped by strategy 'cutter' (pc-cutter 2.1) on 1 rank",
         "  settings    by default: cutter_size = 5, cutter_dtype = 'fp32'",
         "  parameters  none",
+        "  values      from the model as it was built",
         "  units       none: the root is all of the model",
         "  root        nothing",
         "  held        0 bytes on each rank, of 0 bytes of parameters, on cpu",
@@ -136,6 +139,7 @@ def of(**changes: Any) -> WrapReport:
         "plugin": "pc-s 1.0",
         "settings": {},
         "changed": (),
+        "values": "the model as it was built",
         "units": (),
         "root": ReportedUnit("", (), 0),
         "tied": (),
@@ -165,8 +169,8 @@ def test_ranks_are_told_one_by_one_if_they_are_few_and_by_their_extremes_if_not(
 def test_units_that_are_all_different_are_cut_off_with_their_number() -> None:
     units = tuple(ReportedUnit(f"part_{chr(97 + index)}", (), index) for index in range(20))
     lines = str(of(units=units)).splitlines()
-    assert lines[2] == "  units       part_a: 0"
-    assert lines[13:15] == ["              part_l: 11", "              and 8 more units"]
+    assert lines[3] == "  units       part_a: 0"
+    assert lines[14:16] == ["              part_l: 11", "              and 8 more units"]
 
 
 def test_units_in_blocks_are_folded_by_what_they_are(wrap: Callable[..., nn.Module]) -> None:
@@ -174,7 +178,7 @@ def test_units_in_blocks_are_folded_by_what_they_are(wrap: Callable[..., nn.Modu
         ReportedUnit(f"h.{index}.{part}", (), size) for index in range(3) for part, size in (("attn", 70), ("mlp", 90))
     )
     lines = str(of(units=units)).splitlines()
-    assert lines[2:4] == [
+    assert lines[3:5] == [
         "  units       h.0.attn ... h.2.attn: 3 units of 70",
         "              h.0.mlp ... h.2.mlp: 3 units of 90",
     ]

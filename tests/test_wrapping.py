@@ -387,16 +387,13 @@ def test_a_strategy_that_is_missing_on_one_rank_is_one_error_on_every_rank(on_ra
     assert text.startswith("rank 1 of 2: unknown strategy 'ring': ")
 
 
-def test_tensors_on_the_meta_device_are_refused(on_ranks: OnRanks) -> None:
+def test_a_model_that_is_on_the_meta_device_on_one_rank_only_is_refused(on_ranks: OnRanks) -> None:
     def make() -> nn.Module:
-        model = model_of()
-        if core.rank() == 1:
-            model[1] = nn.BatchNorm1d(3, device="meta")
-        return model
+        return nn.Linear(2, 3, bias=False, device="meta" if core.rank() == 1 else "cpu")
 
     assert refused_models(on_ranks, make) == (
-        "rank 1 of 2: these are on the meta device and have no values: '1.weight', '1.bias', '1.running_mean', "
-        "'1.running_var', '1.num_batches_tracked'; build the model on a device"
+        "the ranks do not agree: 'weight' has values on rank 0, is on the meta device on rank 1; build the same model "
+        "everywhere"
     )
 
 

@@ -81,6 +81,7 @@ def test_a_threshold_that_nothing_meets_warns_with_the_value_that_would_do(ranks
         try:
             wrapped(CASES["blocks"].build(), fsdp_auto_wrap_min_params=100_000_000)
             wrapped(CASES["blocks"].build(), fsdp_auto_wrap_min_params=174)
+            wrapped(nn.Sequential(nn.Tanh()))  # nothing to save
         finally:
             logger.removeHandler(handler)
         return messages
