@@ -19,7 +19,7 @@ Where to find things:
 - `config`, `strategy_config`: the settings, their validation, and where they are read from;
 - `training`: the verbs above and their siblings; `report`: what a wrap did; `distributed`: the process group;
 - `hookspecs`: the contract of a strategy; `defaults`: what the core answers for it;
-- `ranks`, `units`, `tensors`, `names`, `record`, `optimizer_state`: tools for the authors of strategies;
+- `ranks`, `units`, `tensors`, `names`, `record`, `optimizer_state`, `meta`: tools for the authors of strategies;
 - `registry`, `binding`, `strategy`: from an entry point to a strategy that can be called.
 
 The names below are imported when they are first used: checking a config must not wait for torch.

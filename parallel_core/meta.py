@@ -9,58 +9,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 
 from parallel_core import ranks
 from parallel_core.errors import WrapError
+from parallel_core.meta_model import own_meta_tensors, registered, reset_method
 from parallel_core.names import bare_names
 from parallel_core.state_dicts import named
+from parallel_core.tensors import is_dtensor
 
-__all__ = ["MetaStart", "meta_tensors"]
+__all__ = ["MetaStart"]
 
 # What a new tensor is full of until it is written to: NaN for floating point. An allocator's leftovers could be taken
 # for values, and could not be told from them.
 UNWRITTEN = 0xFF
-
-
-def meta_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of a bare model that are on the meta device, by bare name: parameters, buffers, attributes.
-
-    Attributes are tensors that a module keeps without registering them; nothing but the module itself can make those.
-    """
-    bare = bare_names(model)
-    return {
-        bare(f"{path}.{name}" if path else name): tensor
-        for path, module in model.named_modules()
-        for name, tensor in _on_meta(module)
-    }
-
-
-def check_start(model: nn.Module, loaded: Collection[str] | None) -> None:
-    """Refuse a model with tensors that nothing would give a value to.
-
-    Args:
-        model: the bare model; may have no tensor on the meta device at all.
-        loaded: the names that a state dict gives values to right after the start; None without one.
-
-    Raises:
-        WrapError: it names those tensors.
-    """
-    bare = bare_names(model)
-    stranded: dict[str, str] = {}
-    for path, module in model.named_modules():
-        if _reset_method(module) is None:
-            names = [bare(f"{path}.{name}" if path else name) for name, _ in _on_meta(module)]
-            stranded |= {name: type(module).__name__ for name in names if loaded is None or name not in loaded}
-    if stranded:
-        kinds = ", ".join(dict.fromkeys(stranded.values()))
-        advice = "pass a state dict" if loaded is None else "make it persistent, so that the state dict has it"
-        raise WrapError(
-            f"{named('on the meta device, and nothing gives them values', stranded)}; give {kinds} a method "
-            f"reset_parameters, {advice}, or build the model on a device"
-        )
 
 
 class MetaStart:
@@ -82,15 +47,15 @@ class MetaStart:
         self._to_value = {
             module: {
                 name
-                for name, _ in _on_meta(module)
+                for name, _ in own_meta_tensors(module)
                 if loaded is None or bare(f"{path}.{name}" if path else name) not in loaded
             }
             for path, module in model.named_modules()
         }
-        self._places = Counter(
-            id(tensor) for module in self._path_of for name, tensor in _on_meta(module) if name not in vars(module)
-        )
+        tensors = [tensor for part in self._path_of for kind in registered(part) for tensor in kind.values()]
+        self._places = Counter(id(tensor) for tensor in tensors if tensor is not None and tensor.is_meta)
         self._shared: dict[int, torch.Tensor] = {}
+        self._handed_over: set[int] = set()
 
     def materialise(
         self, model: nn.Module, finished: Callable[[nn.Module], nn.Module] = lambda module: module
@@ -120,7 +85,9 @@ class MetaStart:
                     if child is not None and (answer := visit(child)) is not child:
                         setattr(module, name, answer)
                 self._start(module)
-                done[module] = finished(module)
+                answer = done[module] = finished(module)
+                if answer is not module:
+                    self._handed_over.update(id(parameter) for parameter in answer.parameters())
             return done[module]
 
         return visit(model)
@@ -128,23 +95,22 @@ class MetaStart:
     def _start(self, module: nn.Module) -> None:
         """Make the tensors of one module, and let it give them values."""
         made = {}
-        for tensors in _registered(module):
+        for tensors in registered(module):
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
                     made[name] = tensors[name] = self._made(tensor)
         to_value = self._to_value.get(module)
         if not to_value:
             return
-        reset = _reset_method(module)
-        assert reset is not None  # check_start has looked
-        # Not on the device that the caller has made the default: that may be the meta device still.
-        with torch.device("cpu"), torch.no_grad():
+        reset = reset_method(module)
+        assert reset is not None  # check_start let the model pass
+        with self._writing_to_no_shard(module):
             reset()
         for name in made:
             self._keep(module, name, made[name])
         # A tensor that is shared may have been written to by another module, and then has been.
         missing = {name for name in to_value if name in made and not _is_written(made[name])}
-        missing |= {name for name, _ in _on_meta(module)}
+        missing |= {name for name, _ in own_meta_tensors(module)}
         if missing & to_value:
             path = self._path_of[module]
             left = [f"{path}.{name}" if path else name for name in sorted(missing & to_value)]
@@ -153,6 +119,32 @@ class MetaStart:
                 f"{named('left out', left)}; initialise it there, or build the model on a device; this model has to "
                 f"be built again"
             )
+
+    @contextmanager
+    def _writing_to_no_shard(self, module: nn.Module) -> Iterator[None]:
+        """Run a reset on the CPU, and refuse it if it writes to what a strategy has taken over already.
+
+        That may be a shard: each rank would draw for its own part alone, and from then on another sequence.
+        """
+        taken = {
+            f"{self._path_of[part]}.{name}": (parameter, parameter._version)
+            for part in module.modules()
+            if part in self._path_of  # not a strategy's own, which may show the parameters under other names
+            for name, parameter in part.named_parameters(recurse=False)
+            if id(parameter) in self._handed_over or is_dtensor(parameter)
+        }
+        # Ranks hold different shards, so that one may fail where another does not; the next collective comes soon.
+        with ranks.agreement(WrapError) if taken else nullcontext():
+            # Not on the device that the caller has made the default: that may be the meta device still.
+            with torch.device("cpu"), torch.no_grad():
+                yield
+            written = [name for name, (parameter, version) in taken.items() if parameter._version != version]
+            if written:
+                raise WrapError(
+                    f"{type(module).__name__} writes to parameters that are cut into shards already when it is reset; "
+                    f"{named('written to', written)}; initialise them in their own modules, or build the model on a "
+                    f"device; this model has to be built again"
+                )
 
     def _made(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the CPU that takes the place of one on the meta device, the same in all its places."""
@@ -172,7 +164,7 @@ class MetaStart:
 
     def _keep(self, module: nn.Module, name: str, made: torch.Tensor) -> None:
         """Put a tensor back that a module has replaced by a new one, with that one's values: dtypes are the model's."""
-        tensors = next((tensors for tensors in _registered(module) if name in tensors), {})
+        tensors = next((tensors for tensors in registered(module) if name in tensors), {})
         found = tensors.get(name)
         if found is made or found is None:
             return
@@ -185,29 +177,6 @@ class MetaStart:
         with torch.no_grad():
             made.copy_(found)
         tensors[name] = made
-
-
-def _registered(module: nn.Module) -> tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]:
-    # What stands in `_parameters` stays a parameter here, which a type checker can't see.
-    return module._parameters, module._buffers  # type: ignore[return-value]
-
-
-def _on_meta(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a module's own tensors that are on the meta device."""
-    for tensors in (*_registered(module), vars(module)):
-        for name, tensor in tensors.items():
-            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-                yield name, tensor
-
-
-def _reset_method(module: nn.Module) -> Callable[[], object] | None:
-    # torch's MultiheadAttention and Transformer have theirs with an underscore.
-    for name in ("reset_parameters", "_reset_parameters"):
-        method = getattr(module, name, None)
-        if callable(method):
-            found: Callable[[], object] = method
-            return found
-    return None
 
 
 def _is_written(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,8 @@ from torch import nn
 from parallel_core import ranks
 from parallel_core.errors import WrapError
 from parallel_core.hookspecs import StateDictType
-from parallel_core.meta import MetaStart, check_start, meta_tensors
+from parallel_core.meta import MetaStart
+from parallel_core.meta_model import check_start, meta_tensors
 from parallel_core.record import Layout
 from parallel_core.state_dicts import check_model_state_dict, entries_to_load
 from parallel_core.strategy import Strategy, bare_model_strategy

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from parallel_core import ranks
 from parallel_core.errors import WrapError
-from parallel_core.meta import meta_tensors
+from parallel_core.meta_model import meta_tensors
 from parallel_core.names import bare_names
 from parallel_core.record import Layout, Record, find_record, is_wrapped, spec_of
 from parallel_core.report import WrapReport, planned_report

@@ -13,7 +13,8 @@ import parallel_core
 from parallel_core import StateDictError, WrapError, wrap_model_for_training, wrap_report
 from parallel_core import ranks as core
 from parallel_core.errors import ParallelCoreError
-from parallel_core.meta import MetaStart, meta_tensors
+from parallel_core.meta import MetaStart
+from parallel_core.meta_model import meta_tensors
 from parallel_core.strategy import bound_strategy
 from parallel_core.testing import Ranks
 from parallel_core.testing.models import CASES

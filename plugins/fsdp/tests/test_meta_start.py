@@ -156,6 +156,36 @@ def test_values_that_differ_between_ranks_are_named_where_they_are_not_taken_fro
     assert first.startswith("initial values differ between ranks, first those of 'blocks.0.up.weight' (2 in its unit);")
 
 
+class Meddling(nn.Module):
+    """Initialises a layer that is a unit of its own by now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+        nn.init.normal_(self.layer.weight)
+
+
+def test_a_module_that_writes_to_the_shards_of_another_unit_is_refused(ranks: Ranks) -> None:
+    def work(threshold: int) -> str:
+        try:
+            started(lambda: nn.Sequential(Meddling()), fsdp_auto_wrap_min_params=threshold)
+        except WrapError as error:
+            return str(error)
+        return "no error"
+
+    assert ranks(work, 48) == ["no error"] * 2  # all of it is one unit
+    text = (
+        "Meddling writes to parameters that are cut into shards already when it is reset; written to: "
+        "'0.layer.weight'; initialise them in their own modules, or build the model on a device; this model has to be "
+        "built again"
+    )
+    assert ranks(work, 42) == [text, text]
+
+
 class Live(TorchDispatchMode):
     """Counts the bytes of all storages that are made under it and are alive, after each operation."""
 
