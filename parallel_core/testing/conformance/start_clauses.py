@@ -50,7 +50,7 @@ class StartClauses(Declaration):
     """Where first values come from."""
 
     def test_starts_from_the_meta_device(self, ranks: Ranks, world_size: int) -> None:
-        """Every module is reset in the order of one process, with rank 0's seed: the same bits, or a name it refuses."""
+        """Modules are reset in the order of one process, with rank 0's seed: the same bits, or a refusal by name."""
 
         def work(case: str, config: Any) -> list[str]:
             expected, stuck = reset_in_order(case, seed=5)
