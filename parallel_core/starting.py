@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from parallel_core import ranks
 from parallel_core.errors import WrapError
 from parallel_core.hookspecs import StateDictType
 from parallel_core.meta import MetaStart
 from parallel_core.meta_model import check_start, meta_tensors
-from parallel_core.record import Layout
-from parallel_core.state_dicts import check_model_state_dict, entries_to_load
+from parallel_core.record import Layout, find_record
+from parallel_core.state_dicts import check_model_state_dict, entries_to_load, named
 from parallel_core.strategy import Strategy, bare_model_strategy
 from parallel_core.strategy_config import StrategyConfig
 
@@ -83,18 +84,42 @@ class FirstValues:
             strategy.load_model_state_dict(model, entries, StateDictType.FULL)
 
 
+def checked_layout(model: nn.Module) -> Layout:
+    """Return the layout of a bare model.
+
+    Raises:
+        WrapError: it is no module, it is wrapped already, or it has parameters or buffers without a shape.
+    """
+    if not isinstance(model, nn.Module):
+        raise WrapError(f"expected a torch.nn.Module to wrap, found {type(model).__name__}")
+    record = find_record(model)
+    if record is not None:
+        raise WrapError(f"this model is wrapped already, by strategy {record.strategy}; wrap the bare model, once")
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    lazy = [name for name, tensor in tensors.items() if is_lazy(tensor)]
+    if lazy:
+        raise WrapError(f"{named('not initialized yet', lazy)}; run the bare model once, so that they get their shapes")
+    return Layout.of(model)
+
+
 def start_bare(model: nn.Module, device: torch.device, first_values: FirstValues) -> nn.Module | None:
     """Give a model that stays bare its first values, and return it on its device; None if it has them already.
 
     Raises:
         WrapError, StateDictError: as for `FirstValues.check`.
     """
-    if not first_values.loads and not meta_tensors(model):
+    if not first_values.loads and not _lacks_values(model):
         return None
     strategy = bare_model_strategy()
-    layout = Layout.of(model)
+    with ranks.agreement(WrapError):
+        layout = checked_layout(model)
     first_values.check(model, layout)
     with ranks.agreement(WrapError):
         first_values.wrap(model, layout, strategy, strategy.config_class(), device)
     first_values.load(strategy, model, layout)
     return model.to(device)
+
+
+def _lacks_values(model: object) -> bool:
+    # Where nothing is wrapped, nothing is asked of the model either, not even that it is one.
+    return isinstance(model, nn.Module) and bool(meta_tensors(model))

@@ -17,16 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from parallel_core import ranks
 from parallel_core.errors import WrapError
 from parallel_core.meta_model import meta_tensors
 from parallel_core.names import bare_names
-from parallel_core.record import Layout, Record, find_record, is_wrapped, spec_of
+from parallel_core.record import Layout, Record, is_wrapped, spec_of
 from parallel_core.report import WrapReport, planned_report
-from parallel_core.starting import FirstValues
-from parallel_core.state_dicts import named
+from parallel_core.starting import FirstValues, checked_layout
 from parallel_core.strategy import Strategy
 from parallel_core.strategy_config import CORE_FIELDS
 
@@ -115,7 +113,7 @@ def check_wrap(
         StateDictError: the state dict that its first values come from does not fit; likewise.
     """
     with ranks.agreement(WrapError):
-        layout = _checked_layout(model)
+        layout = checked_layout(model)
         problems = strategy.check_model(model, config.options, device)
         if problems:
             raise WrapError(f"strategy {strategy.name!r} can't wrap this model: {'; '.join(problems)}")
@@ -183,19 +181,6 @@ def _is_held_elsewhere(model: nn.Module) -> bool:
         for holder in holders
         for parameter, count in zip(holder.values(), references(holder.values()), strict=True)
     )
-
-
-def _checked_layout(model: nn.Module) -> Layout:
-    if not isinstance(model, nn.Module):
-        raise WrapError(f"expected a torch.nn.Module to wrap, found {type(model).__name__}")
-    record = find_record(model)
-    if record is not None:
-        raise WrapError(f"this model is wrapped already, by strategy {record.strategy}; wrap the bare model, once")
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    lazy = [name for name, tensor in tensors.items() if is_lazy(tensor)]
-    if lazy:
-        raise WrapError(f"{named('not initialized yet', lazy)}; run the bare model once, so that they get their shapes")
-    return Layout.of(model)
 
 
 def _raise_differences(found: list[T], differences: Callable[[T, T, int], Iterable[str]], advice: str) -> None:

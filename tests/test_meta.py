@@ -390,6 +390,15 @@ def test_one_process_takes_the_values_of_a_state_dict_as_well(install_strategy: 
         wrapped(Mixed(), state_dict={})
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")  # torch says so of every lazy module
+def test_one_process_is_told_of_tensors_without_a_shape(install_strategy: Install) -> None:
+    install_strategy("whole", WHOLE)
+    config = parallel_core.DistributedConfig(parallel_strategy="whole")
+    with pytest.raises(WrapError, match=r"^not initialized yet: 'weight', 'bias'; run the bare model once"):
+        wrapped(on_meta(lambda: nn.LazyLinear(3)))
+    assert wrap_model_for_training(nn.LazyLinear(3), config, device="cpu") is None
+
+
 def test_a_strategy_may_take_the_model_module_by_module(install_strategy: Install) -> None:
     hook = """
 @hookimpl
