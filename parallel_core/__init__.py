@@ -17,9 +17,9 @@ name it:
 Where to find things:
 
 - `config`, `strategy_config`: the settings, their validation, and where they are read from;
-- `training`: the verbs above and their siblings; `distributed`: the process group;
+- `training`: the verbs above and their siblings; `report`: what a wrap did; `distributed`: the process group;
 - `hookspecs`: the contract of a strategy; `defaults`: what the core answers for it;
-- `ranks`, `units`, `tensors`, `names`, `record`, `optimizer_state`: tools for the authors of strategies;
+- `ranks`, `units`, `tensors`, `names`, `record`, `optimizer_state`, `meta`: tools for the authors of strategies;
 - `registry`, `binding`, `strategy`: from an entry point to a strategy that can be called.
 
 The names below are imported when they are first used: checking a config must not wait for torch.
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         WrapError,
     )
     from parallel_core.hookspecs import StateDictType, hookimpl
+    from parallel_core.report import WrapReport, wrap_report
     from parallel_core.state_dicts import IncompatibleKeys
     from parallel_core.strategy import AvailableStrategy, available_strategies
     from parallel_core.strategy_config import StrategyConfig
@@ -74,6 +75,7 @@ _HOMES = {
         "WrapError",
     ),
     "hookspecs": ("StateDictType", "hookimpl"),
+    "report": ("WrapReport", "wrap_report"),
     "state_dicts": ("IncompatibleKeys",),
     "strategy": ("AvailableStrategy", "available_strategies"),
     "strategy_config": ("StrategyConfig",),
@@ -97,6 +99,8 @@ __all__ = [  # noqa: RUF022  # in the order of a training script, then of a stra
     "load_config",
     "process_group",
     "wrap_model_for_training",
+    "wrap_report",
+    "WrapReport",
     "wrap_optimizer",
     "clip_grad_norm",
     "no_sync",

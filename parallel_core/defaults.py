@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from parallel_core.meta import MetaStart
     from parallel_core.units import Unit
 
 
@@ -31,6 +32,11 @@ def plan_units() -> list[Unit]:
 @hookimpl
 def check_model() -> list[str]:
     return []
+
+
+@hookimpl
+def wrap_meta_model(model: nn.Module, start: MetaStart) -> nn.Module:
+    return start.wrap_model(start.materialise(model))
 
 
 @hookimpl

@@ -6,9 +6,9 @@ is left out is answered by `parallel_core.defaults`. An implementation may take 
 and none that the specification lacks.
 
 Unless a hook says otherwise it is called on every rank at the same point of the program, and `model` is the module
-that `wrap_model` returned, never the wrapper of `torch.compile` around it. What `check_model` or `wrap_model` raises on
-one rank is raised on every rank. Any hook that fails must do so before it takes part in a collective, or on all ranks
-alike: nobody can tell the others while they wait in one.
+that the wrap returned, never the wrapper of `torch.compile` around it. What `check_model` or one of the two wraps
+raises on one rank is raised on every rank. Any hook that fails must do so before it takes part in a collective, or on
+all ranks alike: nobody can tell the others while they wait in one.
 """
 
 # mypy: disable-error-code="empty-body"
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from parallel_core.meta import MetaStart
     from parallel_core.strategy_config import StrategyConfig
     from parallel_core.units import Unit
 
@@ -79,7 +80,8 @@ def plan_units(model: nn.Module, config: StrategyConfig) -> list[Unit]:
 def check_model(model: nn.Module, config: StrategyConfig, device: torch.device) -> list[str]:
     """Return what keeps this strategy from wrapping the bare model as the config asks, a sentence each.
 
-    When: before `wrap_model`; what any rank returns becomes one `WrapError` on every rank, with nothing touched yet.
+    When: before a wrap; what any rank returns becomes one `WrapError` on every rank, with nothing touched yet. The
+    model may be on the meta device.
     Must: find everything that would make `wrap_model`, or the first step, fail: devices, dtypes, shapes, settings.
     Must not: change the model or call a collective.
     Returns: an empty list where nothing is wrong, which is the default.
@@ -91,11 +93,25 @@ def wrap_model(model: nn.Module, config: StrategyConfig, device: torch.device) -
     """Return the model made ready to train on all ranks.
 
     When: in `wrap_model_for_training`, after every rank has agreed that names, shapes and dtypes are the same and that
-    `check_model` found nothing. The parameters still lie where the user built them; `device` is this rank's own.
+    `check_model` found nothing. The parameters still lie where the user built them, and none is on the meta device;
+    `device` is this rank's own.
     Must: leave the parameters of all ranks equal to each other (broadcast rank 0's, or compare); make the gradients of
     a backward pass the mean over the data-parallel ranks; keep the bare model's names.
     Must not: decline (that is `applies`) or fail for a reason that `check_model` could have found.
     Returns: an `nn.Module`, a new one or the same.
+    """
+
+
+@hookspec(firstresult=True)
+def wrap_meta_model(model: nn.Module, config: StrategyConfig, device: torch.device, start: MetaStart) -> nn.Module:
+    """Return the model made ready to train on all ranks, from one that has tensors on the meta device.
+
+    When: in place of `wrap_model`, for such a model, after the same agreement; every tensor is known to get a value.
+    Must: call `start.materialise` for the model, once, and do what `wrap_model` must. With `start.loads` a state dict
+    is loaded right after the wrap, and the values to compare or broadcast are only those that it lacks.
+    Must not: hold the whole model on a rank, if the strategy shards: `start.materialise` hands over each part as soon
+    as it is finished. Resetting modules in another order would give another model for the same seed.
+    Returns: as `wrap_model` does. Default: the whole model is made on the CPU, and handed to `wrap_model`.
     """
 
 

@@ -19,6 +19,7 @@ from parallel_core.units import tied_parameters
 
 if TYPE_CHECKING:
     from parallel_core.config import DistributedConfig
+    from parallel_core.report import WrapReport
     from parallel_core.strategy import Strategy
 
 RECORD = "_parallel_core_record"
@@ -95,19 +96,21 @@ class Record:
         strategy: the strategy that wrapped it.
         config: the config that it was wrapped under.
         layout: the bare model's names, shapes and dtypes.
+        report: what was asked for and what was done, to be read; None for a record that no wrap has made.
         earlier_optimizers: the optimizers that were there before the wrap.
     """
 
     strategy: Strategy
     config: DistributedConfig
     layout: Layout
+    report: WrapReport | None = None
     earlier_optimizers: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Record, (self.strategy, self.config, self.layout)
+        return Record, (self.strategy, self.config, self.layout, self.report)
 
 
 class _Inside:

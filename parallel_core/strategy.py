@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from parallel_core.meta import MetaStart
     from parallel_core.units import Unit
 
 T = TypeVar("T")
@@ -117,7 +118,9 @@ class Strategy:
     def plan_units(self, model: nn.Module, config: StrategyConfig) -> list[Unit]:
         from parallel_core.units import Unit
 
-        return self._expect_list(Unit, "plan_units", self._hooks.plan_units(model=model, config=config))
+        with self._failing_to("plan its units"):
+            answer = self._hooks.plan_units(model=model, config=config)
+        return self._expect_list(Unit, "plan_units", answer)
 
     def check_model(self, model: nn.Module, config: StrategyConfig, device: torch.device) -> list[str]:
         with self._failing_to("check the model"):
@@ -130,6 +133,15 @@ class Strategy:
         with self._failing_to("wrap the model"):
             answer = self._hooks.wrap_model(model=model, config=config, device=device)
         return self._expect(nn.Module, "wrap_model", answer)
+
+    def wrap_meta_model(
+        self, model: nn.Module, config: StrategyConfig, device: torch.device, start: MetaStart
+    ) -> nn.Module:
+        from torch import nn
+
+        with self._failing_to("wrap the model"):
+            answer = self._hooks.wrap_meta_model(model=model, config=config, device=device, start=start)
+        return self._expect(nn.Module, "wrap_meta_model", answer)
 
     def wrap_optimizer(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, config: StrategyConfig

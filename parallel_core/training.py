@@ -19,6 +19,8 @@ from parallel_core.names import uncompiled
 from parallel_core.optimizer_state import named_groups
 from parallel_core.optimizer_state_dicts import check_optimizer_state_dict
 from parallel_core.record import Layout, Record, attach, bare_parameters, find_record
+from parallel_core.report import measured_report
+from parallel_core.starting import FirstValues, start_bare
 from parallel_core.state_dicts import (
     IncompatibleKeys,
     check_model_state_dict,
@@ -27,44 +29,55 @@ from parallel_core.state_dicts import (
     parse_state_dict_type,
 )
 from parallel_core.strategy import Strategy, bare_model_strategy, bound_strategy
-from parallel_core.wrapping import check_alike, check_wrap, earlier_optimizers, local_device, log_declined
+from parallel_core.wrapping import check_alike, check_optimizer, check_wrap, local_device, log_declined
 
 if TYPE_CHECKING:
     from parallel_core.config import DistributedConfig
 
 
 def wrap_model_for_training(
-    model: nn.Module, config: DistributedConfig, *, device: torch.device | str | None = None
+    model: nn.Module,
+    config: DistributedConfig,
+    *,
+    device: torch.device | str | None = None,
+    state_dict: Mapping[str, Any] | None = None,
 ) -> nn.Module | None:
     """Wrap a model with the strategy that the config names.
 
     Args:
-        model: the bare model, the same on every rank; its values are compared, or taken from rank 0.
+        model: the bare model, the same on every rank; its values are compared, or taken from rank 0. Built under
+            `torch.device("meta")` it has none, and each module gets them from its `reset_parameters`.
         config: the settings, the same on every rank.
         device: where this rank trains; by default its accelerator, or the CPU.
+        state_dict: a full state dict to take the values from instead: rank 0's, and the other ranks may pass `{}` or
+            None. It must fit as it does in `load_model_state_dict`.
 
     Returns:
         The wrapped model; or None where the strategy has nothing to do, as with a single process, and then the model is
-        as it was and stays where it was.
+        as it was and stays where it was. A model that needs values, from the meta device or from `state_dict`, gets
+        them there too, and is returned bare, on the device.
 
     Raises:
         StrategyError: the strategy is not installed, or broken.
-        WrapError: the strategy can't honour the config for this model on this device; the same error on every rank, and
-            the model is as it was.
+        WrapError: the strategy can't honour the config for this model on this device, or nothing gives values to some
+            tensor on the meta device; the same error on every rank, and the model is as it was.
+        StateDictError: `state_dict` does not fit; the same error on every rank, and the model is as it was.
     """
     with ranks.agreement(WrapError):
         strategy = bound_strategy(config.parallel_strategy)
         device = local_device(config) if device is None else torch.device(device)
         applies = strategy.applies(ranks.world_size(), device)
-    check_alike(config, applies=applies)
+    check_alike(config, device, applies=applies)
+    first_values = FirstValues.of(state_dict)
     if not applies:
         log_declined(strategy, config, device)
-        return None
-    layout = check_wrap(model, strategy, config, device)
-    record = Record(strategy, config, layout, earlier_optimizers(model))
+        return start_bare(model, device, first_values)
+    plan = check_wrap(model, strategy, config, device, first_values)
     with ranks.agreement(WrapError):
-        wrapped = strategy.wrap_model(model, config.options, device)
-    attach(record, wrapped, bare=model)
+        wrapped = first_values.wrap(model, plan.layout, strategy, config.options, device)
+    report = measured_report(plan.report, wrapped, device)
+    attach(Record(strategy, config, plan.layout, report, plan.earlier_optimizers), wrapped, bare=model)
+    first_values.load(strategy, wrapped, plan.layout)
     return wrapped
 
 
@@ -75,19 +88,7 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
         WrapError: the optimizer was made before the wrap, or holds parameters that are not the model's.
     """
     record, strategy, model = _resolve(model)
-    if record is not None and optimizer in record.earlier_optimizers:
-        raise WrapError(
-            "the optimizer was made before the model was wrapped and may train nothing; make it from the parameters of "
-            "the wrapped model, after wrap_model_for_training"
-        )
-    own = set(model.parameters())
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strangers = sum(parameter not in own for parameter in held)
-    if strangers:
-        raise WrapError(
-            f"{strangers} of the {len(held)} parameters of the optimizer are not the model's; make it from the "
-            f"parameters of the wrapped model, after wrap_model_for_training"
-        )
+    check_optimizer(model, optimizer, record)
     options = bare_model_strategy().config_class() if record is None else record.config.options
     return strategy.wrap_optimizer(model, optimizer, options)
 

@@ -98,13 +98,18 @@ def describe_no_units(model: nn.Module, field: str, min_params: int) -> str:
         if name and (module not in inside or _reads_its_children(module)) and can_hold(module, module.parameters())
     }
     largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])[:3]
-    problem = (
-        f"{field} = {min_params:_}: no module has as many parameters, so the root holds them all and no memory is saved"
-    )
     if not largest:
-        return f"{problem}; this model has no module that could be a unit"
+        # Its size is not what stands in the way: a lower value would change nothing.
+        return (
+            f"{field} = {min_params:_}: this model has no module that could be a unit, so the root holds all "
+            f"{sum(parameter.numel() for parameter in model.parameters()):_} parameters and no memory is saved, "
+            f"whatever the value; build it of modules that are called one after another"
+        )
     listed = ", ".join(f"{name!r} ({sizes[name]:_})" for name in largest)
-    return f"{problem}; the largest modules are {listed}: set {field} = {sizes[largest[0]]:_} or less"
+    return (
+        f"{field} = {min_params:_}: no module has as many parameters, so the root holds them all and no memory is "
+        f"saved; the largest modules are {listed}: set {field} = {sizes[largest[0]]:_} or less"
+    )
 
 
 def tied_parameters(model: nn.Module) -> list[tuple[str, ...]]:

@@ -13,17 +13,18 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from parallel_core import ranks
 from parallel_core.errors import WrapError
+from parallel_core.meta_model import meta_tensors
 from parallel_core.names import bare_names
-from parallel_core.record import Layout, find_record, is_wrapped, spec_of
-from parallel_core.state_dicts import named
+from parallel_core.record import Layout, Record, is_wrapped, spec_of
+from parallel_core.report import WrapReport, planned_report
+from parallel_core.starting import FirstValues, checked_layout
 from parallel_core.strategy import Strategy
 from parallel_core.strategy_config import CORE_FIELDS
 
@@ -33,6 +34,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class Plan(NamedTuple):
+    """What is known of a bare model when all ranks have agreed to wrap it.
+
+    Attributes:
+        layout: its names, shapes and dtypes.
+        report: the wrap report, but for what is measured after the wrap.
+        earlier_optimizers: the optimizers alive that may hold its parameters.
+    """
+
+    layout: Layout
+    report: WrapReport
+    earlier_optimizers: weakref.WeakSet[torch.optim.Optimizer]
 
 
 def local_device(config: DistributedConfig) -> torch.device:
@@ -55,11 +70,12 @@ def log_declined(strategy: Strategy, config: DistributedConfig, device: torch.de
         logger.warning("not in effect, because strategy %r does not apply here: %s", strategy.name, settings)
 
 
-def check_alike(config: DistributedConfig, *, applies: bool) -> None:
+def check_alike(config: DistributedConfig, device: torch.device, *, applies: bool) -> None:
     """Agree that all ranks were told to do the same; a collective.
 
     Args:
         config: the settings of this rank.
+        device: where this rank trains.
         applies: whether the strategy that it names applies on this rank.
 
     Raises:
@@ -72,33 +88,70 @@ def check_alike(config: DistributedConfig, *, applies: bool) -> None:
         for name in type(config).__struct_fields__
         if name in CORE_FIELDS or name.startswith(of_strategy)
     }
-    told["the answer of hook applies"] = str(applies)
-    _raise_differences(ranks.all_gather(told), _told_differences, "give every rank the same config")
+    gathered = ranks.all_gather((told, str(device.type), applies))
+    _raise_differences([each for each, _, _ in gathered], _told_differences, "give every rank the same config")
+    # The config is the same by now, so it is the device that makes a strategy apply here and not there.
+    answers = [{"the answer of hook applies": f"{answer} for {kind}"} for _, kind, answer in gathered]
+    if len({answer for _, _, answer in gathered}) > 1:
+        _raise_differences(answers, _told_differences, "train on the same kind of device on every rank")
 
 
-def check_wrap(model: nn.Module, strategy: Strategy, config: DistributedConfig, device: torch.device) -> Layout:
+def check_wrap(
+    model: nn.Module,
+    strategy: Strategy,
+    config: DistributedConfig,
+    device: torch.device,
+    first_values: FirstValues,
+) -> Plan:
     """Agree that the model can be wrapped, on every rank and in the same way; a collective. Touches nothing.
 
     Returns:
-        the bare model's layout.
+        what is to be wrapped.
 
     Raises:
         WrapError: it can't be; the same error on every rank.
+        StateDictError: the state dict that its first values come from does not fit; likewise.
     """
     with ranks.agreement(WrapError):
-        layout = _checked_layout(model)
+        layout = checked_layout(model)
         problems = strategy.check_model(model, config.options, device)
         if problems:
             raise WrapError(f"strategy {strategy.name!r} can't wrap this model: {'; '.join(problems)}")
         part = next((name for name, part in model.named_modules() if is_wrapped(part)), None)
         if part is not None:
             raise WrapError(f"part {part!r} of the model is wrapped already; wrap the whole bare model, once")
+        report = planned_report(model, strategy, config, layout, first_values.told(model))
     bare = bare_names(model)
     buffers = {bare(name): spec_of(name, buffer) for name, buffer in model.named_buffers()}
     # A state dict lacks the buffers that are not persistent, and they are handed from rank to rank like the others.
     whole = replace(layout, entries={**layout.entries, **buffers})
-    _raise_differences(ranks.all_gather(whole), _layout_differences, "build the same model everywhere")
-    return layout
+    gathered = ranks.all_gather((whole, dict.fromkeys(meta_tensors(model), "is on the meta device")))
+    advice = "build the same model everywhere"
+    _raise_differences([layout for layout, _ in gathered], _layout_differences, advice)
+    _raise_differences([on_meta for _, on_meta in gathered], _meta_differences, advice)
+    first_values.check(model, layout)
+    return Plan(layout, report, earlier_optimizers(model))
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, record: Record | None) -> None:
+    """Refuse an optimizer that would not train the model, wrapped or bare.
+
+    Raises:
+        WrapError: it was made before the wrap, or holds parameters that are not the model's.
+    """
+    if record is not None and optimizer in record.earlier_optimizers:
+        raise WrapError(
+            "the optimizer was made before the model was wrapped and may train nothing; make it from the parameters of "
+            "the wrapped model, after wrap_model_for_training"
+        )
+    own = set(model.parameters())
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strangers = sum(parameter not in own for parameter in held)
+    if strangers:
+        raise WrapError(
+            f"{strangers} of the {len(held)} parameters of the optimizer are not the model's; make it from the "
+            f"parameters of the wrapped model, after wrap_model_for_training"
+        )
 
 
 def earlier_optimizers(model: nn.Module) -> weakref.WeakSet[torch.optim.Optimizer]:
@@ -130,24 +183,6 @@ def _is_held_elsewhere(model: nn.Module) -> bool:
     )
 
 
-def _checked_layout(model: nn.Module) -> Layout:
-    if not isinstance(model, nn.Module):
-        raise WrapError(f"expected a torch.nn.Module to wrap, found {type(model).__name__}")
-    record = find_record(model)
-    if record is not None:
-        raise WrapError(f"this model is wrapped already, by strategy {record.strategy}; wrap the bare model, once")
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    lazy = [name for name, tensor in tensors.items() if is_lazy(tensor)]
-    if lazy:
-        raise WrapError(f"{named('not initialized yet', lazy)}; run the bare model once, so that they get their shapes")
-    on_meta = [name for name, tensor in tensors.items() if tensor.is_meta]
-    if on_meta:
-        raise WrapError(
-            f"{named('these are on the meta device and have no values', on_meta)}; build the model on a device"
-        )
-    return Layout.of(model)
-
-
 def _raise_differences(found: list[T], differences: Callable[[T, T, int], Iterable[str]], advice: str) -> None:
     """Raise one error about what the ranks have found, if it is not the same as on rank 0."""
     lines = [line for index, other in enumerate(found) for line in differences(found[0], other, index)]
@@ -160,6 +195,13 @@ def _told_differences(first: dict[str, str], other: dict[str, str], index: int) 
     for name in first:
         if name in other and first[name] != other[name]:
             yield f"{name} is {first[name]} on rank 0, {other[name]} on rank {index}"
+
+
+def _meta_differences(first: dict[str, str], other: dict[str, str], index: int) -> Iterator[str]:
+    for name in {**first, **other}:
+        on_first, on_other = first.get(name, "has values"), other.get(name, "has values")
+        if on_first != on_other:
+            yield f"{name!r} {on_first} on rank 0, {on_other} on rank {index}"
 
 
 def _layout_differences(first: Layout, other: Layout, index: int) -> Iterator[str]:

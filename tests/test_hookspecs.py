@@ -32,6 +32,7 @@ def test_the_hooks_are_these() -> None:
         "plan_units",
         "check_model",
         "wrap_model",
+        "wrap_meta_model",
         "wrap_optimizer",
         "model_state_dict",
         "load_model_state_dict",

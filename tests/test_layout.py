@@ -32,6 +32,9 @@ ORDER = [
     ["config_check"],
     ["config"],
     ["state_dicts"],
+    ["meta_model", "report_text"],
+    ["meta"],
+    ["report", "starting"],
     ["optimizer_state_dicts"],
     ["wrapping"],
     ["distributed", "training"],
@@ -43,7 +46,7 @@ ORDER = [
 LEVELS = {module: level for level, modules in enumerate(ORDER) for module in modules}
 
 # What a strategy may use of the core: its public names, and all that has no leading underscore in these modules.
-FOR_STRATEGY_AUTHORS = {"names", "optimizer_state", "ranks", "record", "tensors", "units"}
+FOR_STRATEGY_AUTHORS = {"meta", "names", "optimizer_state", "ranks", "record", "tensors", "units"}
 PUBLIC_TO_PLUGINS = {"parallel_core", *(f"parallel_core.{module}" for module in FOR_STRATEGY_AUTHORS)}
 
 LONGEST_MODULE = 250

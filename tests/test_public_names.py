@@ -30,6 +30,7 @@ def test_the_public_names_are_these() -> None:
         "StrategyConfig",
         "StrategyError",
         "WrapError",
+        "WrapReport",
         "available_strategies",
         "clip_grad_norm",
         "data_parallel",
@@ -44,6 +45,7 @@ def test_the_public_names_are_these() -> None:
         "process_group",
         "wrap_model_for_training",
         "wrap_optimizer",
+        "wrap_report",
     ]
 
 

@@ -423,11 +423,14 @@ def test_the_value_that_the_warning_names_works(make: Callable[[], nn.Module]) -
     assert not choose_units(model, value + 1), "a larger value would have worked"
 
 
-def test_the_warning_for_a_model_that_cannot_have_units_says_so() -> None:
+@pytest.mark.parametrize("min_params", [0, 7])
+def test_the_warning_for_a_model_that_cannot_have_units_does_not_blame_the_threshold(min_params: int) -> None:
     for model in (Lonely(), nn.Linear(2, 2), nn.Sequential(nn.ReLU()), nn.MultiheadAttention(8, 2)):
-        assert describe_no_units(model, "f", 7) == (
-            "f = 7: no module has as many parameters, so the root holds them all and no memory is saved; this model "
-            "has no module that could be a unit"
+        count = sum(parameter.numel() for parameter in model.parameters())
+        assert describe_no_units(model, "f", min_params) == (
+            f"f = {min_params}: this model has no module that could be a unit, so the root holds all {count} "
+            f"parameters and no memory is saved, whatever the value; build it of modules that are called one after "
+            f"another"
         )
 
 

@@ -345,6 +345,14 @@ def test_configs_that_differ_between_ranks_are_refused(on_ranks: OnRanks, settin
     assert refused(on_ranks, work) == ("WrapError", told)
 
 
+def test_where_config_and_model_differ_the_advice_is_about_the_config(on_ranks: OnRanks) -> None:
+    def work() -> None:
+        wrap_model_for_training(nn.Linear(2, 2 + core.rank()), config_of(in_place=core.rank() == 1))
+
+    told = "the ranks do not agree: ring_in_place is False on rank 0, True on rank 1; give every rank the same config"
+    assert refused(on_ranks, work) == ("WrapError", told)
+
+
 def test_settings_of_a_strategy_that_is_not_used_may_differ(on_ranks: OnRanks) -> None:
     def work() -> bool:
         config = parallel_core.DistributedConfig(parallel_strategy="ring", shy_depth=core.rank())
@@ -360,8 +368,8 @@ def test_a_strategy_that_declines_on_one_rank_only_is_refused(on_ranks: OnRanks)
     assert refused(on_ranks, work) == (
         "WrapError",
         (
-            "the ranks do not agree: the answer of hook applies is True on rank 0, False on rank 1; give every rank "
-            "the same config"
+            "the ranks do not agree: the answer of hook applies is True for cpu on rank 0, False for meta on rank 1; "
+            "train on the same kind of device on every rank"
         ),
     )
 
@@ -379,16 +387,13 @@ def test_a_strategy_that_is_missing_on_one_rank_is_one_error_on_every_rank(on_ra
     assert text.startswith("rank 1 of 2: unknown strategy 'ring': ")
 
 
-def test_tensors_on_the_meta_device_are_refused(on_ranks: OnRanks) -> None:
+def test_a_model_that_is_on_the_meta_device_on_one_rank_only_is_refused(on_ranks: OnRanks) -> None:
     def make() -> nn.Module:
-        model = model_of()
-        if core.rank() == 1:
-            model[1] = nn.BatchNorm1d(3, device="meta")
-        return model
+        return nn.Linear(2, 3, bias=False, device="meta" if core.rank() == 1 else "cpu")
 
     assert refused_models(on_ranks, make) == (
-        "rank 1 of 2: these are on the meta device and have no values: '1.weight', '1.bias', '1.running_mean', "
-        "'1.running_var', '1.num_batches_tracked'; build the model on a device"
+        "the ranks do not agree: 'weight' has values on rank 0, is on the meta device on rank 1; build the same model "
+        "everywhere"
     )
 
 

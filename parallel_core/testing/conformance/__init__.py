@@ -16,6 +16,7 @@ from parallel_core.testing.conformance.config_clauses import ConfigClauses
 from parallel_core.testing.conformance.declaration import Capability, Declaration
 from parallel_core.testing.conformance.misfit_clauses import MisfitClauses
 from parallel_core.testing.conformance.optimizer_clauses import OptimizerClauses
+from parallel_core.testing.conformance.start_clauses import StartClauses
 from parallel_core.testing.conformance.state_clauses import StateClauses
 from parallel_core.testing.conformance.training_clauses import TrainingClauses
 from parallel_core.testing.conformance.wrap_clauses import WrapClauses
@@ -23,5 +24,7 @@ from parallel_core.testing.conformance.wrap_clauses import WrapClauses
 __all__ = ["Capability", "Declaration", "StrategyConformance"]
 
 
-class StrategyConformance(ConfigClauses, WrapClauses, TrainingClauses, StateClauses, MisfitClauses, OptimizerClauses):
+class StrategyConformance(
+    ConfigClauses, WrapClauses, StartClauses, TrainingClauses, StateClauses, MisfitClauses, OptimizerClauses
+):
     """Every clause of the contract; subclass it and declare the strategy."""

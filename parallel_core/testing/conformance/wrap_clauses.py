@@ -140,6 +140,33 @@ class WrapClauses(Declaration):
 
         assert problems(ranks(for_each, self.cases(), work, world_size=1, process_group=False)) == []
 
+    def test_reports_what_was_done(self, ranks: Ranks, world_size: int) -> None:
+        """The wrap report has the planned units and all parameters, the same on every rank, which hold all bytes."""
+
+        def work(case: str, config: Any) -> list[Any]:
+            bare = CASES[case].build()
+            units = bound_strategy(config.parallel_strategy).plan_units(bare, config.options)
+            planned = [(unit.name, tuple(unit.parameters)) for unit in units]
+            names = [name for name, _ in bare.named_parameters()]
+            nbytes = sum(parameter.nbytes for parameter in bare.parameters())
+            report = parallel_core.wrap_report(parallel_core.wrap_model_for_training(bare, config) or bare)
+            if report is None:
+                return [["there is no report"], None]
+            told = [name for unit in (report.root, *report.units) for name in unit.parameters]
+            found = {
+                f"units are {report.units}": [(unit.name, unit.parameters) for unit in report.units] == planned,
+                f"parameters are {told}": sorted(told) == sorted(names),
+                f"{sum(report.held)} bytes are held": sum(report.held) >= nbytes,
+                f"{report.nbytes} bytes of parameters": report.nbytes == nbytes,
+                "the strategy": report.strategy == config.parallel_strategy,
+                "the text": report.strategy in str(report),
+            }
+            return [[wrong for wrong, right in found.items() if not right], report]
+
+        first, *others = ranks(for_each, self.cases(), work, world_size=world_size)
+        assert {case: wrong for case, (wrong, _) in first.items() if wrong} == {}
+        assert all(other == first for other in others)
+
     def test_shares_the_parameters_among_the_ranks(self, ranks: Ranks, world_size: int) -> None:
         """Each rank holds its share of the parameters, but for some padding of each unit."""
         self.needs(Capability.SHARDING)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from parallel_core.meta import MetaStart
     from parallel_core.units import Unit
 
 __all__ = ["FSDPConfig"]
@@ -71,6 +72,13 @@ def wrap_model(model: nn.Module, config: FSDPConfig, device: torch.device) -> nn
     from parallel_core_fsdp import wrapping
 
     return wrapping.wrap(model, config, device)
+
+
+@hookimpl
+def wrap_meta_model(model: nn.Module, config: FSDPConfig, device: torch.device, start: MetaStart) -> nn.Module:
+    from parallel_core_fsdp import wrapping
+
+    return wrapping.wrap_meta(model, config, device, start)
 
 
 @hookimpl

@@ -81,6 +81,7 @@ def test_a_threshold_that_nothing_meets_warns_with_the_value_that_would_do(ranks
         try:
             wrapped(CASES["blocks"].build(), fsdp_auto_wrap_min_params=100_000_000)
             wrapped(CASES["blocks"].build(), fsdp_auto_wrap_min_params=174)
+            wrapped(nn.Sequential(nn.Tanh()))  # nothing to save
         finally:
             logger.removeHandler(handler)
         return messages
@@ -91,6 +92,28 @@ def test_a_threshold_that_nothing_meets_warns_with_the_value_that_would_do(ranks
         "fsdp_auto_wrap_min_params = 174 or less"
     )
     assert ranks(work) == [[expected], []]
+
+
+def test_rank_0_alone_logs_the_report_and_every_rank_has_the_same(ranks: Ranks) -> None:
+    def work() -> list[Any]:
+        seen: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: seen.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]  # to catch it
+        logger = logging.getLogger("parallel_core")
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        try:
+            model = wrapped(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), fsdp_auto_wrap_min_params=50)
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(logging.NOTSET)
+        return [seen, parallel_core.wrap_report(model)]
+
+    (seen, report), (nothing, same) = ranks(work)
+    assert nothing == []
+    assert seen == [f"INFO {report}"]
+    assert report == same
+    assert report.held == (36 * 4 + 5 * 4,) * 2  # halves of 72 elements in a unit, and of 9, padded to 10, in the root
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", None)])

@@ -1,0 +1,125 @@
+"""Where a model's first values come from: it was built with them, it makes them itself, or a state dict has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from parallel_core import ranks
+from parallel_core.errors import WrapError
+from parallel_core.hookspecs import StateDictType
+from parallel_core.meta import MetaStart
+from parallel_core.meta_model import check_start, meta_tensors
+from parallel_core.record import Layout, find_record
+from parallel_core.state_dicts import check_model_state_dict, entries_to_load, named
+from parallel_core.strategy import Strategy, bare_model_strategy
+from parallel_core.strategy_config import StrategyConfig
+
+
+@dataclass(frozen=True)
+class FirstValues:
+    """What a training script says about its model's first values, agreed on by all ranks.
+
+    Attributes:
+        loads: whether they come from a state dict: rank 0's.
+        state_dict: this rank's; counts on rank 0 alone.
+    """
+
+    loads: bool
+    state_dict: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, state_dict: Mapping[str, Any] | None) -> FirstValues:
+        """Agree on whether there is a state dict; a collective.
+
+        Raises:
+            WrapError: another rank has one and rank 0 has none; the same error on every rank.
+        """
+        # An empty dict is how a rank other than 0 says that it has nothing to say.
+        given = ranks.all_gather(state_dict is not None if ranks.rank() == 0 else bool(state_dict))
+        if not given[0] and any(given):
+            raise WrapError(
+                f"rank {given.index(True)} passes a state_dict and rank 0 passes none, and it is rank 0's that counts; "
+                f"pass it there, or nowhere"
+            )
+        return cls(given[0], state_dict)
+
+    def told(self, model: nn.Module) -> str:
+        """Return in words where a bare model's first values come from."""
+        if self.loads:
+            return "a state dict"
+        return "reset_parameters, from the meta device" if meta_tensors(model) else "the model as it was built"
+
+    def check(self, model: nn.Module, layout: Layout) -> None:
+        """Agree that every tensor of a bare model is going to have a value; a collective. Touches nothing.
+
+        Raises:
+            WrapError: a tensor on the meta device would be left without one.
+            StateDictError: the state dict does not fit the model.
+        """
+        with ranks.agreement(WrapError):
+            check_start(model, layout.entries if self.loads else None)
+        if self.loads:
+            check_model_state_dict(layout, self.state_dict, StateDictType.FULL, strict=True, cast=False)
+
+    def wrap(
+        self, model: nn.Module, layout: Layout, strategy: Strategy, config: StrategyConfig, device: torch.device
+    ) -> nn.Module:
+        """Return what the strategy makes of a bare model, started from the meta device where it needs that."""
+        if not meta_tensors(model):
+            return strategy.wrap_model(model, config, device)
+        loaded = layout.entries if self.loads else None
+        start = MetaStart(model, lambda started: strategy.wrap_model(started, config, device), loaded)
+        return strategy.wrap_meta_model(model, config, device, start)
+
+    def load(self, strategy: Strategy, model: nn.Module, layout: Layout) -> None:
+        """Load the state dict, if there is one, into a wrapped or bare model; a collective."""
+        if self.loads:
+            entries = entries_to_load(layout, self.state_dict, StateDictType.FULL, missing=())
+            strategy.load_model_state_dict(model, entries, StateDictType.FULL)
+
+
+def checked_layout(model: nn.Module) -> Layout:
+    """Return the layout of a bare model.
+
+    Raises:
+        WrapError: it is no module, it is wrapped already, or it has parameters or buffers without a shape.
+    """
+    if not isinstance(model, nn.Module):
+        raise WrapError(f"expected a torch.nn.Module to wrap, found {type(model).__name__}")
+    record = find_record(model)
+    if record is not None:
+        raise WrapError(f"this model is wrapped already, by strategy {record.strategy}; wrap the bare model, once")
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    lazy = [name for name, tensor in tensors.items() if is_lazy(tensor)]
+    if lazy:
+        raise WrapError(f"{named('not initialized yet', lazy)}; run the bare model once, so that they get their shapes")
+    return Layout.of(model)
+
+
+def start_bare(model: nn.Module, device: torch.device, first_values: FirstValues) -> nn.Module | None:
+    """Give a model that stays bare its first values, and return it on its device; None if it has them already.
+
+    Raises:
+        WrapError, StateDictError: as for `FirstValues.check`.
+    """
+    if not first_values.loads and not _lacks_values(model):
+        return None
+    strategy = bare_model_strategy()
+    with ranks.agreement(WrapError):
+        layout = checked_layout(model)
+    first_values.check(model, layout)
+    with ranks.agreement(WrapError):
+        first_values.wrap(model, layout, strategy, strategy.config_class(), device)
+    first_values.load(strategy, model, layout)
+    return model.to(device)
+
+
+def _lacks_values(model: object) -> bool:
+    # Where nothing is wrapped, nothing is asked of the model either, not even that it is one.
+    return isinstance(model, nn.Module) and bool(meta_tensors(model))
