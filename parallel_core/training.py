@@ -74,7 +74,7 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
     Raises:
         WrapError: the optimizer was made before the wrap, or holds parameters that are not the model's.
     """
-    record, strategy, model = _resolve(model)
+    record, strategy, model = _settled(model)
     if record is not None and optimizer in record.earlier_optimizers:
         raise WrapError(
             "the optimizer was made before the model was wrapped and may train nothing; make it from the parameters of "
@@ -105,7 +105,7 @@ def model_state_dict(model: nn.Module, state_dict_type: StateDictType | str = St
         StateDictError: `state_dict_type` is neither of the two.
     """
     kind = parse_state_dict_type(state_dict_type)
-    record, strategy, model = _resolve(model)
+    record, strategy, model = _settled(model)
     layout = Layout.of(model) if record is None else record.layout
     entries = strategy.model_state_dict(model, kind)
     expected = {} if kind is StateDictType.FULL and ranks.rank() else layout.entries
@@ -149,7 +149,7 @@ def load_model_state_dict(
         StateDictError: the dict does not fit; the same error on every rank, and nothing is loaded.
     """
     kind = parse_state_dict_type(state_dict_type)
-    record, strategy, model = _resolve(model)
+    record, strategy, model = _settled(model)
     layout = Layout.of(model) if record is None else record.layout
     incompatible = check_model_state_dict(layout, state_dict, kind, strict=strict, cast=cast)
     strategy.load_model_state_dict(model, entries_to_load(layout, state_dict, kind, incompatible.missing_keys), kind)
@@ -171,7 +171,7 @@ def optimizer_state_dict(
         `full` on a rank other than 0.
     """
     kind = parse_state_dict_type(state_dict_type)
-    _, strategy, model = _resolve(model)
+    _, strategy, model = _settled(model)
     return strategy.optimizer_state_dict(model, optimizer, kind)
 
 
@@ -194,7 +194,7 @@ def load_optimizer_state_dict(
         StateDictError: the dict does not fit; the same error on every rank, and nothing is loaded.
     """
     kind = parse_state_dict_type(state_dict_type)
-    record, strategy, model = _resolve(model)
+    record, strategy, model = _settled(model)
     layout = Layout.of(model) if record is None else record.layout
     with ranks.agreement(StateDictError):
         groups = named_groups(optimizer, bare_parameters(model))
@@ -208,7 +208,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) ->
     Returns:
         The norm before clipping: a plain tensor without dimensions, the same on every rank.
     """
-    _, strategy, model = _resolve(model)
+    _, strategy, model = _settled(model)
     return strategy.clip_grad_norm(model, float(max_norm), float(norm_type))
 
 
@@ -238,3 +238,10 @@ def _resolve(model: nn.Module) -> tuple[Record | None, Strategy, nn.Module]:
     record = find_record(model)
     strategy = bare_model_strategy() if record is None else record.strategy
     return record, strategy, model if record is None else uncompiled(model)
+
+
+def _settled(model: nn.Module) -> tuple[Record | None, Strategy, nn.Module]:
+    """Return what `_resolve` does, of a model whose parameters are what they are between two steps."""
+    record, strategy, model = _resolve(model)
+    strategy.settle(model)
+    return record, strategy, model

@@ -33,6 +33,7 @@ def test_the_hooks_are_these() -> None:
         "check_model",
         "wrap_model",
         "wrap_optimizer",
+        "settle",
         "model_state_dict",
         "load_model_state_dict",
         "optimizer_state_dict",

@@ -22,7 +22,10 @@ ORDER = [
     ["field_types"],
     ["conversion"],
     ["strategy_config"],
-    ["names", "units", "ranks", "optimizer_state"],
+    ["sharding_config"],
+    ["names", "ranks", "optimizer_state"],
+    ["units"],
+    ["sharding", "recomputation"],
     ["record"],
     ["tensors"],
     ["registry", "defaults"],
@@ -43,7 +46,17 @@ ORDER = [
 LEVELS = {module: level for level, modules in enumerate(ORDER) for module in modules}
 
 # What a strategy may use of the core: its public names, and all that has no leading underscore in these modules.
-FOR_STRATEGY_AUTHORS = {"names", "optimizer_state", "ranks", "record", "tensors", "units"}
+FOR_STRATEGY_AUTHORS = {
+    "names",
+    "optimizer_state",
+    "ranks",
+    "recomputation",
+    "record",
+    "sharding",
+    "sharding_config",
+    "tensors",
+    "units",
+}
 PUBLIC_TO_PLUGINS = {"parallel_core", *(f"parallel_core.{module}" for module in FOR_STRATEGY_AUTHORS)}
 
 LONGEST_MODULE = 250
