@@ -1,4 +1,4 @@
-"""From a bare model to `FullyShardedDataParallel`: its units, what speaks against it, and the wrap itself."""
+"""From a bare model to `FullyShardedDataParallel`: what speaks against it, and the wrap itself."""
 
 from __future__ import annotations
 
@@ -8,54 +8,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 
-from parallel_core import WrapError, ranks
-from parallel_core.units import Unit, choose_units, describe_no_units, root_unit
+from parallel_core import ranks, sharding
+from parallel_core.recomputation import recompute_units
 from parallel_core_fsdp import FSDPConfig
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def plan(model: nn.Module, config: FSDPConfig) -> list[Unit]:
-    """Return the units that `wrap` makes, without the root."""
-    return choose_units(model, config.auto_wrap_min_params, always=lambda module: _stays_fp32(module, config))
+STRATEGIES = {
+    "full": ShardingStrategy.FULL_SHARD,
+    "grad_op": ShardingStrategy.SHARD_GRAD_OP,
+    "hybrid": ShardingStrategy.HYBRID_SHARD,
+}
 
 
 def problems(model: nn.Module, config: FSDPConfig, device: torch.device) -> Iterator[str]:
     """Yield what would make the wrap, or the first step, fail; FSDP1 itself finds it with half of the model wrapped."""
-    if config.cpu_offload and device.type == "cpu":
-        yield (
-            f"fsdp_cpu_offload keeps parameters on the CPU while an accelerator computes, and this rank trains on "
-            f"{device}; set fsdp_cpu_offload = false"
-        )
-    for name, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
-            yield f"{name or 'the model'!r} is a {type(module).__name__} already; pass the bare model"
-            return
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 0:
-            yield f"parameter {name!r} has no dimensions and can't be cut into shards; give it the shape [1]"
-        if not parameter.is_floating_point():
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            yield f"parameter {name!r} has dtype {dtype}, and FSDP shards floating point only; make it a buffer"
-        if parameter.device.type not in ("cpu", device.type):
-            yield f"parameter {name!r} lies on {parameter.device}, and this rank trains on {device}; move it there"
-    units = plan(model, config)
-    for unit in (*units, root_unit(model, units)):
-        by_dtype: dict[torch.dtype, str] = {}
-        for name, parameter in unit.parameters.items():
-            by_dtype.setdefault(parameter.dtype, name)
-        if len(by_dtype) > 1:
-            found = " and ".join(f"{str(dtype).removeprefix('torch.')} ({name!r})" for dtype, name in by_dtype.items())
-            where = f"unit {unit.name!r}" if unit.name else "the root unit"
-            yield f"{where} has parameters of {found}, and FSDP gathers one dtype at a time; convert the model to one"
+    # A unit's parameters become one flat tensor, of one dtype.
+    yield from sharding.problems(model, config, device, "fsdp", one_dtype=True)
 
 
 def wrap(model: nn.Module, config: FSDPConfig, device: torch.device) -> FullyShardedDataParallel:
@@ -64,49 +36,44 @@ def wrap(model: nn.Module, config: FSDPConfig, device: torch.device) -> FullySha
     Raises:
         WrapError: the values differ between ranks and `sync_module_states` is off; nothing is touched then.
     """
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    on_accelerator = device.type != "cpu"
-    if config.sync_module_states and not on_accelerator:
-        # FSDP's own way takes the values through the accelerator, unit by unit, and refuses to do so on the CPU.
-        for tensor in tensors.values():
-            ranks.broadcast_tensor(tensor)
-    elif not config.sync_module_states and (differing := ranks.differing_tensors(tensors)):
-        raise WrapError(
-            f"initial values differ between ranks, first those of {differing[0]!r} ({len(differing)} in all); seed all "
-            f"ranks alike, or set fsdp_sync_module_states = true"
-        )
-    units = plan(model, config)
+    # On an accelerator FSDP1 takes rank 0's values itself, unit by unit; on the CPU it refuses to.
+    syncs_itself = config.sync_module_states and device.type != "cpu"
+    if not syncs_itself:
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        ranks.start_alike(tensors, broadcast=config.sync_module_states, field="fsdp_sync_module_states")
+    units = sharding.plan(model, config)
     if not units and ranks.rank() == 0:
-        logger.warning(describe_no_units(model, "fsdp_auto_wrap_min_params", config.auto_wrap_min_params))
-    chosen = {unit.module for unit in units}
-
-    def policy(module: nn.Module) -> bool | dict[str, Any]:
-        if module not in chosen:
-            return False
-        return {"mixed_precision": None} if _stays_fp32(module, config) else True
-
+        logger.warning(sharding.no_units_warning(model, config, "fsdp"))
+    modules = [unit.module for unit in units]
+    uncast = [sharding.stays_uncast(module, config) for module in modules]
+    if config.activation_checkpointing:
+        modules = recompute_units(model, units)
+    # BatchNorm would be left uncast behind the plan's back; the plan has made it a unit already.
+    chosen: dict[nn.Module, bool | dict[str, Any]] = {
+        module: {"mixed_precision": _reduction_alone(config)} if stays else True
+        for module, stays in zip(modules, uncast, strict=True)
+    }
     return FullyShardedDataParallel(
         model,
         # With a mesh, sharded state dicts are made of DTensors.
-        device_mesh=init_device_mesh(device.type, (ranks.world_size(),)),
+        device_mesh=sharding.device_mesh(config, device),
+        sharding_strategy=STRATEGIES[config.sharding],
         device_id=device,
-        auto_wrap_policy=CustomPolicy(policy),
-        mixed_precision=_mixed_precision(config),
+        auto_wrap_policy=CustomPolicy(lambda module: chosen.get(module, False)),
+        mixed_precision=_mixed_precision(*sharding.dtypes(config)),
         cpu_offload=CPUOffload(offload_params=True) if config.cpu_offload else None,
-        sync_module_states=config.sync_module_states and on_accelerator,
+        sync_module_states=syncs_itself,
         use_orig_params=True,
     )
 
 
-def _mixed_precision(config: FSDPConfig) -> MixedPrecision | None:
-    if config.mixed_precision == "fp32":
+def _mixed_precision(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> MixedPrecision | None:
+    if param_dtype is None and reduce_dtype is None:
         return None
-    dtype = DTYPES[config.mixed_precision]
-    # Buffers keep their dtype: statistics and counters are ruined by a cast. FSDP would wrap BatchNorm by itself,
-    # behind the back of the plan; `plan` has done so already.
-    return MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, _module_classes_to_ignore=())
+    # Buffers keep their dtype: statistics and counters are ruined by a cast.
+    return MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype, _module_classes_to_ignore=())
 
 
-def _stays_fp32(module: nn.Module, config: FSDPConfig) -> bool:
-    # A batch norm takes low-precision input beside full-precision weights and statistics, and nothing else.
-    return config.mixed_precision != "fp32" and isinstance(module, _BatchNorm)
+def _reduction_alone(config: FSDPConfig) -> MixedPrecision | None:
+    # What is not cast is not reduced in a lower dtype either, unless that was asked for by itself.
+    return _mixed_precision(None, None if config.reduce_precision is None else sharding.dtypes(config)[1])

@@ -206,8 +206,11 @@ def test_a_wrapped_module_inside_an_integer_parameter_and_mixed_dtypes_are_named
                 messages.append(str(error).removeprefix("strategy 'fsdp' can't wrap this model: "))
         return messages
 
-    root = "the root unit has parameters of {}, and FSDP gathers one dtype at a time; convert the model to one"
-    integer = "parameter 'steps' has dtype int64, and FSDP shards floating point only; make it a buffer; "
+    root = (
+        "the root unit has parameters of {}, and fsdp handles one dtype at a time; convert the model to one, or make a "
+        "unit of each part with fsdp_wrap_layers"
+    )
+    integer = "parameter 'steps' has dtype int64, and fsdp shards floating point only; make it a buffer; "
     expected = [
         "'0' is a FullyShardedDataParallel already; pass the bare model",
         integer + root.format("float32 ('weight') and int64 ('steps')"),
