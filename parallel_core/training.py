@@ -89,7 +89,10 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
             f"parameters of the wrapped model, after wrap_model_for_training"
         )
     options = bare_model_strategy().config_class() if record is None else record.config.options
-    return strategy.wrap_optimizer(model, optimizer, options)
+    answer = strategy.wrap_optimizer(model, optimizer, options)
+    # A forward between the backward and the step may have left something gathered, which a step makes out of date.
+    answer.register_step_pre_hook(lambda *_: strategy.settle(model))
+    return answer
 
 
 def model_state_dict(model: nn.Module, state_dict_type: StateDictType | str = StateDictType.FULL) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 import parallel_core
 from parallel_core import DistributedConfig
 from parallel_core import ranks as collective
+from parallel_core.record import inner_module
 from parallel_core.testing import Ranks
 from parallel_core.testing.conformance.declaration import Capability, Declaration
 from parallel_core.testing.conformance.runs import Run, differences, for_each, problems, sgd
@@ -208,6 +210,69 @@ class TrainingClauses(Declaration):
             assert losses == pytest.approx(expected, abs=1e-5)
             assert changes == []
 
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+    def test_trains_whatever_was_compiled(self, ranks: Ranks) -> None:
+        """The model or a block of it, compiled before the wrap, and a block after it, train as they do otherwise."""
+        self.needs(Capability.COMPILE)
+        config = self.config("blocks")
+
+        def work() -> dict[str, list[Any]]:
+            plain = Run("blocks", config)
+            expected = plain.train(3)
+            found = {}
+            for what in ("model before", "block before", "block after"):
+                torch.compiler.reset()
+                run = Run("blocks", config, change=compiled_block if what == "block before" else compiled_model)
+                if what == "block after":
+                    run = Run("blocks", config)
+                    compiled_block(inner_module(run.model))
+                losses = run.train(3)
+                gap = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
+                found[what] = [gap < 1e-5, differences(run.full(), plain.full(), tolerance=1e-5)]
+            return found
+
+        for found in ranks(work, timeout=120):
+            assert found == {what: [True, []] for what in found}
+
+    def test_forgets_a_forward_without_a_backward(self, ranks: Ranks) -> None:
+        """A forward with gradients enabled and no backward, before or between backward passes, changes no step."""
+        self.needs(Capability.SAME_LOSSES)
+        config = self.config("blocks")
+
+        def work() -> list[str]:
+            straight, run = Run("blocks", config, make_optimizer=sgd), Run("blocks", config, make_optimizer=sgd)
+            for seed in range(3):
+                straight.step(seed)
+                run.model(run.case.batch(seed=9)[0])
+                run.backward(seed)
+                run.model(run.case.batch(seed=9)[0])
+                if seed:
+                    parallel_core.clip_grad_norm(run.model, 1e9)
+                assert run.optimizer is not None
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                run.model(run.case.batch(seed=9)[0])
+                parallel_core.optimizer_state_dict(run.model, run.optimizer)
+            accumulate(straight)
+            accumulate(run, between=lambda: run.model(run.case.batch(seed=9)[0]))
+            return differences(run.full(), straight.full(), tolerance=1e-6)
+
+        for found in ranks(work):
+            assert found == []
+
+
+def compiled_model(model: nn.Module) -> nn.Module:
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    assert isinstance(compiled, nn.Module)
+    return compiled
+
+
+def compiled_block(model: nn.Module) -> nn.Module:
+    """Compile a block of the case `blocks`, in its place."""
+    blocks = model.get_submodule("blocks")
+    blocks.register_module("1", compiled_model(blocks.get_submodule("1")))
+    return model
+
 
 def held_whole(run: Run) -> dict[str, Any]:
     """Return the parameters of which every rank holds the whole."""
@@ -218,11 +283,13 @@ def held_whole(run: Run) -> dict[str, Any]:
     }
 
 
-def accumulate(run: Run) -> None:
-    """Make one step of three micro-batches."""
+def accumulate(run: Run, *, between: Callable[[], object] = lambda: None) -> None:
+    """Make one step of three micro-batches, with something done between them."""
     with parallel_core.no_sync(run.model):
         run.backward(seed=1)
+        between()
         run.backward(seed=2)
+    between()
     run.backward(seed=3)
     assert run.optimizer is not None
     run.optimizer.step()

@@ -8,15 +8,22 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 
 def settle(model: nn.Module) -> None:
-    """Cut again what a forward without a backward has left whole: parameters are views of the unit's until then."""
+    """Cut again what a forward without a backward has left whole.
+
+    Until then a parameter may be a view of its unit's, and a step would leave the whole as it was before.
+    """
+    assert isinstance(model, FullyShardedDataParallel)  # what wrap_model returned
+    if model._is_root is None:
+        return  # no forward has been here
     for unit in FullyShardedDataParallel.fsdp_modules(model):
-        if any(not parameter.is_leaf for parameter in unit.parameters()):
-            with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
-                pass  # leaving the block cuts them
+        handle = unit._handle
+        if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
+            _reshard(unit, handle, True)  # torch has no public way: summon_full_params leaves whole what it finds whole
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:

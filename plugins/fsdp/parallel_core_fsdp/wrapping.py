@@ -13,7 +13,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from parallel_core import ranks, sharding
 from parallel_core.recomputation import recompute_units
-from parallel_core_fsdp import FSDPConfig
+from parallel_core_fsdp import FSDPConfig, abandoned
 
 logger = logging.getLogger(__name__)
 
@@ -53,18 +53,22 @@ def wrap(model: nn.Module, config: FSDPConfig, device: torch.device) -> FullySha
         module: {"mixed_precision": _reduction_alone(config)} if stays else True
         for module, stays in zip(modules, uncast, strict=True)
     }
-    return FullyShardedDataParallel(
+    param_dtype, reduce_dtype = sharding.dtypes(config)
+    wrapped = FullyShardedDataParallel(
         model,
         # With a mesh, sharded state dicts are made of DTensors.
         device_mesh=sharding.device_mesh(config, device),
         sharding_strategy=STRATEGIES[config.sharding],
         device_id=device,
         auto_wrap_policy=CustomPolicy(lambda module: chosen.get(module, False)),
-        mixed_precision=_mixed_precision(*sharding.dtypes(config)),
+        mixed_precision=_mixed_precision(param_dtype, reduce_dtype),
         cpu_offload=CPUOffload(offload_params=True) if config.cpu_offload else None,
         sync_module_states=syncs_itself,
         use_orig_params=True,
     )
+    if param_dtype is not None:
+        abandoned.watch(wrapped)
+    return wrapped
 
 
 def _mixed_precision(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> MixedPrecision | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils._pytree import tree_map_only
 
@@ -42,7 +43,7 @@ def wrap(model: nn.Module, config: FSDP2Config, device: torch.device) -> nn.Modu
         standing = recompute_units(model, units)
         uncast = {stand for stand, module in zip(standing, modules, strict=True) if module in uncast}
         modules = standing
-    # Where the whole model is compiled, its wrapper stays the outermost; the compiler has yet to look inside.
+    # Where the whole model is compiled, the compiler has yet to look inside.
     root = uncompiled(model)
     param_dtype, reduce_dtype = sharding.dtypes(config)
     cast = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
@@ -58,7 +59,10 @@ def wrap(model: nn.Module, config: FSDP2Config, device: torch.device) -> nn.Modu
             offload_policy=CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
             reshard_after_forward=_reshards(config),
         )
-    return model
+    if isinstance(model, OptimizedModule):
+        # Compiled in place, because the truth value of torch's wrapper is an error, and callers write `wrap(...) or`.
+        root._compiled_call_impl = model.dynamo_ctx(root._call_impl)
+    return root
 
 
 def _reshards(config: FSDP2Config) -> bool | None:
