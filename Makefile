@@ -43,7 +43,7 @@ types: $(STAMP)  ## mypy, strict
 unit: $(STAMP)  ## the tests, with coverage
 	$(RUN) pytest -n 2 --dist loadfile --cov --cov-report=term
 
-demo: $(STAMP)  ## train a small language model on 2 CPU ranks; STRATEGY=ddp or fsdp
+demo: $(STAMP)  ## train a small language model on 2 CPU ranks; STRATEGY=ddp, fsdp or fsdp2
 	PARALLEL_CORE_BACKEND=gloo PARALLEL_CORE_PARALLEL_STRATEGY=$(STRATEGY) $(RUN) torch.distributed.run --standalone --nproc-per-node 2 \
 		examples/train_lm.py --config examples/parallel.toml
 

@@ -17,7 +17,7 @@ name it:
 Where to find things:
 
 - `config`, `strategy_config`: the settings, their validation, and where they are read from;
-- `training`: the verbs above and their siblings; `report`: what a wrap did; `distributed`: the process group;
+- `training`, `saving`: the verbs above and their siblings; `report`: what a wrap did; `distributed`: the process group;
 - `hookspecs`: the contract of a strategy; `defaults`: what the core answers for it;
 - `ranks`, `units`, `tensors`, `names`, `record`, `optimizer_state`, `meta`: tools for the authors of strategies;
 - `registry`, `binding`, `strategy`: from an entry point to a strategy that can be called.
@@ -44,6 +44,12 @@ if TYPE_CHECKING:
     )
     from parallel_core.hookspecs import StateDictType, hookimpl
     from parallel_core.report import WrapReport, wrap_report
+    from parallel_core.saving import (
+        load_model_state_dict,
+        load_optimizer_state_dict,
+        model_state_dict,
+        optimizer_state_dict,
+    )
     from parallel_core.state_dicts import IncompatibleKeys
     from parallel_core.strategy import AvailableStrategy, available_strategies
     from parallel_core.strategy_config import StrategyConfig
@@ -51,11 +57,7 @@ if TYPE_CHECKING:
         clip_grad_norm,
         data_parallel,
         grad_scaler,
-        load_model_state_dict,
-        load_optimizer_state_dict,
-        model_state_dict,
         no_sync,
-        optimizer_state_dict,
         wrap_model_for_training,
         wrap_optimizer,
     )
@@ -76,6 +78,12 @@ _HOMES = {
     ),
     "hookspecs": ("StateDictType", "hookimpl"),
     "report": ("WrapReport", "wrap_report"),
+    "saving": (
+        "load_model_state_dict",
+        "load_optimizer_state_dict",
+        "model_state_dict",
+        "optimizer_state_dict",
+    ),
     "state_dicts": ("IncompatibleKeys",),
     "strategy": ("AvailableStrategy", "available_strategies"),
     "strategy_config": ("StrategyConfig",),
@@ -83,11 +91,7 @@ _HOMES = {
         "clip_grad_norm",
         "data_parallel",
         "grad_scaler",
-        "load_model_state_dict",
-        "load_optimizer_state_dict",
-        "model_state_dict",
         "no_sync",
-        "optimizer_state_dict",
         "wrap_model_for_training",
         "wrap_optimizer",
     ),

@@ -45,6 +45,11 @@ def wrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 @hookimpl
+def settle() -> None:
+    return None
+
+
+@hookimpl
 def model_state_dict(model: nn.Module, state_dict_type: StateDictType) -> dict[str, Any]:
     from parallel_core import ranks, tensors
     from parallel_core.record import bare_state, inner_module

@@ -125,6 +125,17 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, config: S
 
 
 @hookspec(firstresult=True)
+def settle(model: nn.Module) -> None:
+    """Make `model.parameters()` what it is between two steps: what the optimizer holds and a state dict reads.
+
+    When: before a verb looks at parameters, gradients or the optimizer, and before each step of an optimizer that went
+    through `wrap_optimizer`; a forward without a backward may have gone before, and have left something gathered.
+    Must: be cheap where there is nothing to do; leave a backward that is still to come as it would have been.
+    Returns: nothing. Default: does nothing.
+    """
+
+
+@hookspec(firstresult=True)
 def model_state_dict(model: nn.Module, state_dict_type: StateDictType) -> dict[str, Any]:
     """Return the model's parameters and persistent buffers under the bare model's names.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-__all__ = ["bare_modules", "bare_names", "uncompiled"]
+__all__ = ["bare_modules", "bare_names", "uncompiled", "unwrapped"]
 
 
 def _never(_module: nn.Module, _child: str) -> bool:
@@ -28,14 +28,14 @@ def bare_modules(
     Args:
         model: the module to walk through.
         is_wrapper: whether a module is a wrapper and the child of the given name what it wraps. The wrappers of
-            `torch.compile` are known already.
+            `torch.compile` and of activation checkpointing are known already.
     """
 
     def walk(module: nn.Module, actual: str, bare: str) -> Iterator[tuple[str, str, nn.Module]]:
         yield actual, bare, module
         for name, child in module._modules.items():
             if child is not None:
-                adds_nothing = (name == "_orig_mod" and _is_compiled(module)) or is_wrapper(module, name)
+                adds_nothing = name == _content_name(module) or is_wrapper(module, name)
                 yield from walk(child, f"{actual}{name}.", bare if adds_nothing else f"{bare}{name}.")
 
     return walk(model, "", "")
@@ -67,6 +67,23 @@ def uncompiled(model: nn.Module) -> nn.Module:
     while _is_compiled(model):
         model = model._modules["_orig_mod"]  # type: ignore[assignment]  # never None in an OptimizedModule
     return model
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return what is inside the wrappers of `torch.compile` and of activation checkpointing, or the module itself."""
+    while name := _content_name(module):
+        module = module._modules[name]  # type: ignore[assignment]  # never None in one of these wrappers
+    return module
+
+
+def _content_name(module: nn.Module) -> str | None:
+    """Return the name of what a wrapper that adds nothing wraps; None for any other module."""
+    if _is_compiled(module):
+        return "_orig_mod"
+    checkpointing = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    if checkpointing is not None and isinstance(module, checkpointing.ActivationWrapper):
+        return "_checkpoint_wrapped_module"
+    return None
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_core import errors
-from parallel_core.errors import ParallelCoreError, RankError
+from parallel_core.errors import ParallelCoreError, RankError, WrapError
 
 __all__ = [
     "agree",
@@ -25,6 +25,7 @@ __all__ = [
     "broadcast_tensor",
     "differing_tensors",
     "rank",
+    "start_alike",
     "world_size",
 ]
 
@@ -141,6 +142,27 @@ def differing_tensors(tensors: Mapping[str, torch.Tensor]) -> list[str]:
             mine.append(name)
     found = {name for names in all_gather(mine) for name in names}
     return [name for name in tensors if name in found]
+
+
+def start_alike(tensors: Mapping[str, torch.Tensor], *, broadcast: bool, field: str) -> None:
+    """Make sure that every rank starts from the same values, or raise on every rank, with nothing changed.
+
+    Args:
+        tensors: the bare model's parameters and buffers by name, plain tensors of the same shapes on every rank.
+        broadcast: whether rank 0's values are taken; otherwise they are compared.
+        field: the setting that says which, with the strategy's prefix.
+
+    Raises:
+        WrapError: they were compared, and differ.
+    """
+    if broadcast:
+        for tensor in tensors.values():
+            broadcast_tensor(tensor)
+    elif differing := differing_tensors(tensors):
+        raise WrapError(
+            f"initial values differ between ranks, first those of {differing[0]!r} ({len(differing)} of {len(tensors)} "
+            f"tensors); seed all ranks alike, or set {field} = true"
+        )
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

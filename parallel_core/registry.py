@@ -106,7 +106,7 @@ def describe_installed() -> str:
             usable.append(str(claims[0]))
     installed = f"installed are {', '.join(usable)}" if usable else "no strategy is installed"
     if not registrations():
-        installed += "; `pip install parallel-core[all]` brings ddp and fsdp"
+        installed += "; `pip install parallel-core[all]` brings all of this project"
     return "; ".join([installed, *failed])
 
 

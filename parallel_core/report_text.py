@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 
 MOST_LINES = 12  # of units: with more lines than this nobody sees the other facts
 MOST_RANKS = 8  # told one by one
+WIDTH = 100  # of a line of settings, in characters
 
 
 def report_text(report: WrapReport) -> str:
@@ -37,8 +39,8 @@ def _block(title: str, lines: Iterable[str]) -> list[str]:
 def _told_settings(settings: dict[str, Any], changed: tuple[str, ...]) -> list[str]:
     asked = [f"{name} = {settings[name]!r}" for name in changed]
     default = [f"{name} = {value!r}" for name, value in settings.items() if name not in changed]
-    lines = [", ".join(asked)] if asked else []
-    return [*lines, f"by default: {', '.join(default)}"] if default else lines
+    lines = textwrap.wrap(", ".join(asked), WIDTH)
+    return [*lines, *textwrap.wrap(f"by default: {', '.join(default)}", WIDTH)] if default else lines
 
 
 def _told_parameters(report: WrapReport) -> str:

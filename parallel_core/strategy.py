@@ -151,6 +151,9 @@ class Strategy:
         answer = self._hooks.wrap_optimizer(model=model, optimizer=optimizer, config=config)
         return self._expect(Optimizer, "wrap_optimizer", answer)
 
+    def settle(self, model: nn.Module) -> None:
+        self._hooks.settle(model=model)
+
     def model_state_dict(self, model: nn.Module, state_dict_type: StateDictType) -> dict[str, Any]:
         answer = self._hooks.model_state_dict(model=model, state_dict_type=state_dict_type)
         return self._expect(dict, "model_state_dict", answer)

@@ -6,12 +6,16 @@ a model on the meta device, and for the wrap.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
 
-__all__ = ["Unit", "choose_units", "describe_no_units", "root_unit", "tied_parameters"]
+from parallel_core.errors import did_you_mean
+from parallel_core.names import unwrapped
+
+__all__ = ["Unit", "choose_units", "describe_no_units", "layer_problems", "root_unit", "tied_parameters"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,11 @@ class Unit:
 
 
 def choose_units(
-    model: nn.Module, min_params: int, *, always: Callable[[nn.Module], bool] = lambda module: False
+    model: nn.Module,
+    min_params: int,
+    *,
+    classes: Collection[str] = (),
+    always: Callable[[nn.Module], bool] = lambda module: False,
 ) -> list[Unit]:
     """Return the modules that become units of their own, in the order of `model.named_modules()`, without the root.
 
@@ -44,11 +52,14 @@ def choose_units(
     a unit is: a container without forward (`ModuleList`, `ModuleDict`, ...), whose hooks would never run; a part of a
     module that reads its children's weights without calling them (`MultiheadAttention`), though the whole may be; a
     module that stands in several places, as a wrapper would be put into one of them; a module with a parameter that is
-    also reached from outside of it. Such parameters go to the nearest unit that holds all of their places.
+    also reached from outside of it. Such parameters go to the nearest unit that holds all of their places. Where a
+    module is inside the wrapper of `torch.compile` or of activation checkpointing, the wrapper is the unit.
 
     Args:
         model: the bare model; may be on the meta device.
         min_params: in elements, at least 0.
+        classes: names of classes; a module of one of them becomes a unit whatever its size, by the same rules, and
+            what is inside of it does so only if it is of one of them too, or `always` says so.
         always: modules for which this is true become units whatever their size, by the same rules.
     """
     first_name = {parameter: name for name, parameter in model.named_parameters()}
@@ -57,22 +68,56 @@ def choose_units(
     visited: set[nn.Module] = {model}
     taken: set[nn.Parameter] = set()
 
-    def visit(name: str, module: nn.Module) -> None:
-        if not _reads_its_children(module):
-            for child_name, child in module.named_children():
-                visit(f"{name}.{child_name}" if name else child_name, child)
+    def visit(name: str, module: nn.Module, *, by_size: bool) -> None:
+        is_named = type(unwrapped(module)).__name__ in classes
+        for child_name, child in _parts(module):
+            visit(f"{name}.{child_name}" if name else child_name, child, by_size=by_size and not is_named)
         if module in visited:
             return
         visited.add(module)
         left = [parameter for parameter in module.parameters() if parameter not in taken]
-        is_big = sum(parameter.numel() for parameter in left) >= min_params
-        if left and (is_big or always(module)) and can_hold(module, left):
+        is_big = by_size and sum(parameter.numel() for parameter in left) >= min_params
+        if left and (is_big or is_named or always(module)) and can_hold(module, left):
             taken.update(left)
             units.append(Unit(name, module, {first_name[parameter]: parameter for parameter in left}))
 
-    visit("", model)
+    for child_name, child in _parts(model):  # the root itself may be of a class that is named, and is no unit
+        visit(child_name, child, by_size=True)
     order = {module: index for index, module in enumerate(model.modules())}
     return sorted(units, key=lambda unit: order[unit.module])
+
+
+def layer_problems(model: nn.Module, classes: Collection[str], field: str) -> Iterator[str]:
+    """Yield what keeps modules of the named classes from being units, a sentence each.
+
+    Args:
+        model: the bare model.
+        classes: names of classes, as `choose_units` takes them.
+        field: the setting that holds them, with the strategy's prefix.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    class_of = {name: type(unwrapped(module)).__name__ for name, module in modules.items()}
+    units = choose_units(model, sys.maxsize, classes=classes)
+    for wanted in classes:
+        found = [name for name in modules if class_of[name] == wanted]
+        if not found:
+            known = sorted(set(class_of.values()))
+            yield (
+                f"{field} names {wanted!r}, and no module inside the model is of this class; its classes are "
+                f"{', '.join(map(repr, known)) or 'none'}{did_you_mean(wanted, known)}"
+            )
+        elif all(next(modules[name].parameters(), None) is None for name in found):
+            yield f"{field} names {wanted!r}, and no module of this class has parameters; leave it out"
+        for name in found:
+            inside = [unit for unit in units if f"{unit.name}.".startswith(f"{name}.")]
+            held = {parameter for unit in inside for parameter in unit.parameters.values()}
+            left = [own for own, parameter in modules[name].named_parameters() if parameter not in held]
+            if left:
+                yield (
+                    f"{field} names {wanted!r}, and {name!r} can't be a unit: it is a container without forward, "
+                    f"stands in several places, is a part that its parent reads without calling it, or shares "
+                    f"{left[0]!r} with a module outside of it; name the class of the module around it"
+                )
 
 
 def root_unit(model: nn.Module, units: list[Unit]) -> Unit:
@@ -142,6 +187,18 @@ def _holding_test(model: nn.Module) -> Callable[[nn.Module, Iterable[nn.Paramete
 
 def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules below one that may be units, with their names in it."""
+    content = unwrapped(module)
+    if _reads_its_children(content):
+        return
+    inside = ""
+    if content is not module:
+        inside = next(name for name, part in module.named_modules() if part is content) + "."
+    for name, child in content.named_children():
+        yield f"{inside}{name}", child
 
 
 def _reads_its_children(module: nn.Module) -> bool:

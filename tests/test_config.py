@@ -113,7 +113,7 @@ def test_where_no_strategy_is_installed_there_are_the_core_s_settings(only_fakes
         f"nope: unknown setting; allowed are {CORE}",
         (
             "fsdp_cpu_offload: unknown setting; strategy 'fsdp' is not installed: "
-            "no strategy is installed; `pip install parallel-core[all]` brings ddp and fsdp"
+            "no strategy is installed; `pip install parallel-core[all]` brings all of this project"
         ),
     )
 

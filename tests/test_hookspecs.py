@@ -34,6 +34,7 @@ def test_the_hooks_are_these() -> None:
         "wrap_model",
         "wrap_meta_model",
         "wrap_optimizer",
+        "settle",
         "model_state_dict",
         "load_model_state_dict",
         "optimizer_state_dict",

@@ -22,12 +22,16 @@ ORDER = [
     ["field_types"],
     ["conversion"],
     ["strategy_config"],
-    ["names", "units", "ranks", "optimizer_state"],
+    ["sharding_config"],
+    ["names", "ranks", "optimizer_state"],
+    ["units"],
+    ["sharding", "recomputation"],
     ["record"],
     ["tensors"],
     ["registry", "defaults"],
     ["binding"],
     ["strategy"],
+    ["answering"],
     ["config_sources"],
     ["config_check"],
     ["config"],
@@ -37,7 +41,7 @@ ORDER = [
     ["report", "starting"],
     ["optimizer_state_dicts"],
     ["wrapping"],
-    ["distributed", "training"],
+    ["distributed", "training", "saving"],
     ["__init__"],  # what users import; those below are written against it, as a user would
     ["skeleton"],
     ["cli"],
@@ -46,7 +50,18 @@ ORDER = [
 LEVELS = {module: level for level, modules in enumerate(ORDER) for module in modules}
 
 # What a strategy may use of the core: its public names, and all that has no leading underscore in these modules.
-FOR_STRATEGY_AUTHORS = {"meta", "names", "optimizer_state", "ranks", "record", "tensors", "units"}
+FOR_STRATEGY_AUTHORS = {
+    "meta",
+    "names",
+    "optimizer_state",
+    "ranks",
+    "recomputation",
+    "record",
+    "sharding",
+    "sharding_config",
+    "tensors",
+    "units",
+}
 PUBLIC_TO_PLUGINS = {"parallel_core", *(f"parallel_core.{module}" for module in FOR_STRATEGY_AUTHORS)}
 
 LONGEST_MODULE = 250

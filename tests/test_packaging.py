@@ -1,4 +1,4 @@
-"""The three distributions, built and installed as a user would, in environments that can't see the source tree."""
+"""The distributions, built and installed as a user would, in environments that can't see the source tree."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ SOURCES = {
     "parallel_core": ROOT,
     "parallel_core_ddp": ROOT / "plugins" / "ddp",
     "parallel_core_fsdp": ROOT / "plugins" / "fsdp",
+    "parallel_core_fsdp2": ROOT / "plugins" / "fsdp2",
 }
 every_distribution = pytest.mark.parametrize("package", SOURCES)
 
@@ -110,7 +111,7 @@ def test_every_distribution_carries_the_license(package: str) -> None:
     assert (SOURCES[package] / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp2"])
 def test_a_plugin_registers_its_strategy(built: Path, name: str) -> None:
     entry_points = configparser.ConfigParser()
     entry_points.read_string(read_from_wheel(built, f"parallel_core_{name}", "entry_points.txt"))
@@ -156,7 +157,7 @@ def assert_found(environment: Path, strategies: list[str], cwd: Path) -> None:
 
 @pytest.mark.parametrize(
     ("requirement", "strategies"),
-    [("parallel-core", []), ("parallel-core[all]", ["ddp", "fsdp"])],
+    [("parallel-core", []), ("parallel-core[all]", ["ddp", "fsdp", "fsdp2"])],
     ids=["core", "all"],
 )
 def test_what_is_installed_from_wheels_is_found(
@@ -167,7 +168,7 @@ def test_what_is_installed_from_wheels_is_found(
     assert "usage" in run(environment / "bin" / "parallel-core", "--help", cwd=tmp_path).lower()
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp2"])
 def test_the_tests_of_a_plugin_pass_with_only_it_and_the_core_installed(
     install: Callable[[str], Path],
     tmp_path: Path,

@@ -86,8 +86,8 @@ def test_where_nothing_is_installed_the_error_says_what_to_install() -> None:
     with pytest.raises(StrategyError) as caught:
         find_registration("ddp")
     assert str(caught.value) == (
-        "unknown strategy 'ddp': no strategy is installed; `pip install parallel-core[all]` brings ddp and fsdp; "
-        "a strategy is an entry point of the group 'parallel_core.strategies'"
+        "unknown strategy 'ddp': no strategy is installed; `pip install parallel-core[all]` brings all of this project"
+        "; a strategy is an entry point of the group 'parallel_core.strategies'"
     )
     assert available_strategies() == ()
 

@@ -12,6 +12,7 @@ a class can declare is in `Declaration`.
 
 from __future__ import annotations
 
+from parallel_core.testing.conformance.compile_clauses import CompileClauses
 from parallel_core.testing.conformance.config_clauses import ConfigClauses
 from parallel_core.testing.conformance.declaration import Capability, Declaration
 from parallel_core.testing.conformance.misfit_clauses import MisfitClauses
@@ -25,6 +26,13 @@ __all__ = ["Capability", "Declaration", "StrategyConformance"]
 
 
 class StrategyConformance(
-    ConfigClauses, WrapClauses, StartClauses, TrainingClauses, StateClauses, MisfitClauses, OptimizerClauses
+    ConfigClauses,
+    WrapClauses,
+    StartClauses,
+    TrainingClauses,
+    CompileClauses,
+    StateClauses,
+    MisfitClauses,
+    OptimizerClauses,
 ):
     """Every clause of the contract; subclass it and declare the strategy."""

@@ -129,6 +129,27 @@ class OptimizerClauses(Declaration):
 
         assert problems(ranks(for_each, self.cases(training=True, telling=True), work)) == []
 
+    def test_a_run_that_resumes_after_every_step_goes_on_all_the_same(self, ranks: Ranks) -> None:
+        """State that is read and loaded after every step changes nothing: no rank's part of it falls behind."""
+        config = self.config("language_model")
+
+        def work(kind: str) -> list[list[float]]:
+            losses: list[list[float]] = []
+            for resumes in (False, True):
+                run = Run("language_model", config)
+                losses.append([])
+                for seed in range(5):
+                    losses[-1].append(run.step(seed))
+                    if resumes:
+                        assert run.optimizer is not None
+                        state = parallel_core.optimizer_state_dict(run.model, run.optimizer, kind)
+                        parallel_core.load_optimizer_state_dict(run.model, run.optimizer, state, kind)
+            return losses
+
+        for kind in KINDS:
+            for straight, resumed in ranks(work, kind):
+                assert resumed == pytest.approx(straight, abs=1e-6)
+
     def test_optimizer_state_moves_to_one_process_and_back(self, ranks: Ranks) -> None:
         """`full` optimizer state of one process loads on any number of ranks, and comes out as the same bits."""
         config = self.config("blocks")

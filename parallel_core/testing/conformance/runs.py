@@ -55,10 +55,17 @@ class Run:
     """
 
     def __init__(
-        self, case: str, config: DistributedConfig | None, *, seed: int = 0, make_optimizer: MakeOptimizer = adamw
+        self,
+        case: str,
+        config: DistributedConfig | None,
+        *,
+        seed: int = 0,
+        make_optimizer: MakeOptimizer = adamw,
+        change: Callable[[nn.Module], nn.Module] = lambda model: model,
     ) -> None:
+        """Build the case's model, change it, and wrap it."""
         self.case = CASES[case]
-        self.model = self.case.build(seed)
+        self.model = change(self.case.build(seed))
         if config is not None:
             self.model = parallel_core.wrap_model_for_training(self.model, config) or self.model
         self.optimizer = None

@@ -6,13 +6,11 @@ read and load it, a unit or a parameter at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from msgspec import Meta
-
-from parallel_core import StateDictType, StrategyConfig, hookimpl
+from parallel_core import StateDictType, hookimpl
+from parallel_core.sharding_config import ShardingConfig
 
 if TYPE_CHECKING:
     import torch
@@ -24,28 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["FSDPConfig"]
 
 
-class FSDPConfig(StrategyConfig):
-    """The settings of `fsdp`.
-
-    Attributes:
-        mixed_precision: the dtype of computation and of gradient reduction. Parameters, optimizer state and state dicts
-            keep the dtype of the bare model, and `fp32` means no casting at all.
-        auto_wrap_min_params: a module with at least this many parameters that are not in an inner unit becomes a unit;
-            see `parallel_core.units.choose_units`.
-        cpu_offload: keep parameters and gradients on the CPU while they are not needed; needs an accelerator.
-        sync_module_states: take the initial values from rank 0; otherwise they are compared, and must be the same.
-    """
-
-    mixed_precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    auto_wrap_min_params: Annotated[int, Meta(ge=0)] = 10_000_000
-    cpu_offload: bool = False
-    sync_module_states: bool = True
-
-    def lost_if_declined(self) -> Iterator[str]:
-        if self.mixed_precision != "fp32":
-            yield "mixed_precision"
-        if self.cpu_offload:
-            yield "cpu_offload"
+class FSDPConfig(ShardingConfig):
+    """The settings of `fsdp`: those of `parallel_core.sharding_config.ShardingConfig`."""
 
 
 @hookimpl
@@ -55,9 +33,9 @@ def strategy_config() -> type[FSDPConfig]:
 
 @hookimpl
 def plan_units(model: nn.Module, config: FSDPConfig) -> list[Unit]:
-    from parallel_core_fsdp import wrapping
+    from parallel_core import sharding
 
-    return wrapping.plan(model, config)
+    return sharding.plan(model, config)
 
 
 @hookimpl
@@ -79,6 +57,13 @@ def wrap_meta_model(model: nn.Module, config: FSDPConfig, device: torch.device, 
     from parallel_core_fsdp import wrapping
 
     return wrapping.wrap_meta(model, config, device, start)
+
+
+@hookimpl
+def settle(model: nn.Module) -> None:
+    from parallel_core_fsdp import stepping
+
+    stepping.settle(model)
 
 
 @hookimpl

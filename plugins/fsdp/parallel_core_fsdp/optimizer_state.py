@@ -2,7 +2,8 @@
 
 With `use_orig_params` a parameter is, on each rank, the piece of it that fell into this rank's part of the unit: flat,
 and empty on a rank that holds none of it. The pieces lie in rank order, so the whole parameter is what one gets by
-laying them end to end; the optimizer's state for it lies in the same way.
+laying them end to end; the optimizer's state for it lies in the same way. Under `sharding = "hybrid"` each group of
+ranks has all the pieces of a whole.
 
 torch's own `optim_state_dict` is not used: it steps an optimizer that has no state yet.
 """
@@ -44,7 +45,7 @@ def read(model: nn.Module, optimizer: torch.optim.Optimizer, state_dict_type: St
                 state[name][key] = piece.value
                 continue
             local = optimizer.state.get(parameters[name], {}).get(key)
-            whole = _joined(local, piece.dtype, parameters[name].device, sizes[name], shapes[name])
+            whole = _joined(local, piece.dtype, parameters[name].device, sizes[name], shapes[name], _group(model))
             if state_dict_type is StateDictType.FULL:
                 state[name][key] = tensors.snapshot(whole)
             else:
@@ -60,11 +61,12 @@ def load(
     """Load an optimizer's state dict; see the hook `load_optimizer_state_dict`."""
     parameters, shapes = bare_parameters(model), bare_shapes(model)
     sizes = _sizes(model, parameters, shapes)
+    place = dist.get_rank(_group(model))
     state: dict[str, dict[str, Any]] = {}
     for name, values in state_dict["state"].items():
         state[name] = {}
-        start = sum(sizes[name][: ranks.rank()])
-        own = slice(start, start + sizes[name][ranks.rank()])
+        start = sum(sizes[name][:place])
+        own = slice(start, start + sizes[name][place])
         for key, value in values.items():
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != shapes[name]:
                 state[name][key] = tensors.placed(value, parameters[name], state_dict_type)
@@ -78,15 +80,20 @@ def load(
 def _sizes(
     model: nn.Module, parameters: dict[str, nn.Parameter], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, list[int]]:
-    """Return how many elements of each parameter every rank holds, by rank."""
-    # A forward without a backward leaves the root whole, and its parameters with it; leaving this block cuts it again.
-    with FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False):
-        pass
+    """Return how many elements of each parameter the ranks of this rank's group hold, in their order."""
     gathered = ranks.all_gather([parameter.numel() for parameter in parameters.values()])
-    sizes = {name: [sizes[index] for sizes in gathered] for index, name in enumerate(parameters)}
+    members = [gathered[member] for member in dist.get_process_group_ranks(_group(model))]
+    sizes = {name: [sizes[index] for sizes in members] for index, name in enumerate(parameters)}
     for name, pieces in sizes.items():
         assert sum(pieces) == math.prod(shapes[name]), f"{name}: pieces of {pieces} don't make up {shapes[name]}"
     return sizes
+
+
+def _group(model: nn.Module) -> dist.ProcessGroup:
+    """Return the ranks that hold one whole of the model between them."""
+    assert isinstance(model, FullyShardedDataParallel)  # what wrap_model returned
+    assert model.process_group is not None  # made of the mesh
+    return model.process_group
 
 
 def _outline(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> dict[str, dict[str, Piece]]:
@@ -106,23 +113,36 @@ def _outline(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Paramete
                 f"the optimizer keeps state that is not shaped like its parameter: {', '.join(misfits)}; fsdp gives it "
                 f"flat pieces of parameters, so such state says nothing about the whole; use strategy ddp"
             )
-    gathered = ranks.all_gather(mine)
+    # A rank that holds nothing of a parameter makes no steps with it: its count of them is what it once loaded.
+    stepping = {name for name, parameter in parameters.items() if parameter.numel()}
+    gathered = ranks.all_gather((stepping, mine))
     outline = {}
     for name in parameters:
-        found = [pieces[name] for pieces in gathered if name in pieces]
+        found = sorted(
+            ((name not in holds, pieces[name]) for holds, pieces in gathered if name in pieces),
+            key=lambda idle_and_pieces: idle_and_pieces[0],
+        )
         if found:
-            outline[name] = found[0]
+            outline[name] = found[0][1]
     return outline
 
 
 def _joined(
-    local: torch.Tensor | None, dtype: torch.dtype, device: torch.device, sizes: list[int], shape: tuple[int, ...]
+    local: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: list[int],
+    shape: tuple[int, ...],
+    group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """Return the whole of which each rank has a flat piece; a collective. `sizes` are the pieces' lengths, by rank."""
+    """Return the whole of which each rank of a group has a flat piece; a collective.
+
+    `sizes` are the pieces' lengths, in the order of the group's ranks.
+    """
     padded = torch.zeros(max(sizes), dtype=dtype, device=device)
     if local is not None:
         padded[: local.numel()].copy_(local)
     rows = [torch.empty_like(padded) for _ in sizes]
     if padded.numel():
-        dist.all_gather([ranks.bits(row) for row in rows], ranks.bits(padded))
+        dist.all_gather([ranks.bits(row) for row in rows], ranks.bits(padded), group=group)
     return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).view(shape)

@@ -1,4 +1,4 @@
-"""Between backward and step: the norm over all shards, and the gradient scaler whose ranks agree."""
+"""Between forward and step: what is cut again, the norm over all shards, the scaler whose ranks agree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,22 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+
+def settle(model: nn.Module) -> None:
+    """Cut again what a forward without a backward has left whole.
+
+    Until then a parameter may be a view of its unit's, and a step would leave the whole as it was before.
+    """
+    assert isinstance(model, FullyShardedDataParallel)  # what wrap_model returned
+    if model._is_root is None:
+        return  # no forward has been here
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        handle = unit._handle
+        if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
+            _reshard(unit, handle, True)  # torch has no public way: summon_full_params leaves whole what it finds whole
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -30,6 +45,6 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 def grad_scaler(model: nn.Module) -> torch.amp.GradScaler:
     """Return the scaler that makes every rank skip a step if one has to; torch's plain one lets ranks drift apart."""
     assert isinstance(model, FullyShardedDataParallel)  # what wrap_model returned
-    is_fp16 = model.mixed_precision.param_dtype is torch.float16
+    is_fp16 = torch.float16 in (model.mixed_precision.param_dtype, model.mixed_precision.reduce_dtype)
     assert model.compute_device is not None  # wrap_model gave it one
     return ShardedGradScaler(model.compute_device.type, enabled=is_fp16)

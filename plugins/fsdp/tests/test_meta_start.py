@@ -153,7 +153,9 @@ def test_values_that_differ_between_ranks_are_named_where_they_are_not_taken_fro
     assert ranks(work, True) == ["no error"] * 2
     first, second = ranks(work, False)
     assert first == second
-    assert first.startswith("initial values differ between ranks, first those of 'blocks.0.up.weight' (2 in its unit);")
+    assert first.startswith(
+        "initial values differ between ranks, first those of 'blocks.0.up.weight' (2 of 2 tensors);"
+    )
 
 
 class Meddling(nn.Module):

@@ -193,8 +193,8 @@ def test_initial_values_are_compared_where_they_are_not_taken_from_rank_0(ranks:
 
     assert ranks(work, True) == [["no error"], ["no error"]]
     message = (
-        "initial values differ between ranks, first those of 'blocks.0.up.weight' (12 in all); seed all ranks alike, "
-        "or set fsdp_sync_module_states = true"
+        "initial values differ between ranks, first those of 'blocks.0.up.weight' (12 of 12 tensors); seed all "
+        "ranks alike, or set fsdp_sync_module_states = true"
     )
     assert ranks(work, False) == [[message, True, False], [message, True, False]]
 
@@ -229,8 +229,11 @@ def test_a_wrapped_module_inside_an_integer_parameter_and_mixed_dtypes_are_named
                 messages.append(str(error).removeprefix("strategy 'fsdp' can't wrap this model: "))
         return messages
 
-    root = "the root unit has parameters of {}, and FSDP gathers one dtype at a time; convert the model to one"
-    integer = "parameter 'steps' has dtype int64, and FSDP shards floating point only; make it a buffer; "
+    root = (
+        "the root unit has parameters of {}, and fsdp handles one dtype at a time; convert the model to one, or make a "
+        "unit of each part with fsdp_wrap_layers"
+    )
+    integer = "parameter 'steps' has dtype int64, and fsdp shards floating point only; make it a buffer; "
     expected = [
         "'0' is a FullyShardedDataParallel already; pass the bare model",
         integer + root.format("float32 ('weight') and int64 ('steps')"),

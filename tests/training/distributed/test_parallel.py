@@ -33,8 +33,9 @@ from parallel_core.testing import Ranks
 
 pytest.importorskip("parallel_core_ddp", reason="needs parallel-core-ddp, which is not installed")
 pytest.importorskip("parallel_core_fsdp", reason="needs parallel-core-fsdp, which is not installed")
+pytest.importorskip("parallel_core_fsdp2", reason="needs parallel-core-fsdp2, which is not installed")
 
-STRATEGIES = ("ddp", "fsdp")
+STRATEGIES = ("ddp", "fsdp", "fsdp2")
 
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 on_cuda = [
@@ -190,7 +191,9 @@ def test_with_two_ranks_on_the_cpu_the_model_is_wrapped(ranks: Ranks, strategy: 
         config = DistributedConfig(parallel_strategy=strategy, fsdp_auto_wrap_min_params=0)
         return type(wrap_model_for_training(model_of(), config)).__name__
 
-    wrapper = {"ddp": "DistributedDataParallel", "fsdp": "FullyShardedDataParallel"}[strategy]
+    wrapper = {"ddp": "DistributedDataParallel", "fsdp": "FullyShardedDataParallel", "fsdp2": "FSDPSequential"}[
+        strategy
+    ]
     assert ranks(work) == [wrapper] * 2
 
 

@@ -1,0 +1,23 @@
+"""Which strategy answers for a model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from parallel_core.names import uncompiled
+from parallel_core.record import Record, find_record
+from parallel_core.strategy import Strategy, bare_model_strategy
+
+
+def answering(model: nn.Module) -> tuple[Record | None, Strategy, nn.Module]:
+    """Return a model's record, the strategy that answers for it, and the model outside of `torch.compile`."""
+    record = find_record(model)
+    strategy = bare_model_strategy() if record is None else record.strategy
+    return record, strategy, model if record is None else uncompiled(model)
+
+
+def settled(model: nn.Module) -> tuple[Record | None, Strategy, nn.Module]:
+    """Return what `answering` does, of a model whose parameters are what they are between two steps."""
+    record, strategy, model = answering(model)
+    strategy.settle(model)
+    return record, strategy, model

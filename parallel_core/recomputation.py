@@ -1,0 +1,67 @@
+"""Activation checkpointing: a module's forward is computed again in its backward, instead of what it made being kept.
+
+For strategy authors. It is torch's `checkpoint_wrapper`, without reentrance; the wrapper adds nothing to the names of
+state dicts, and `parallel_core.names` knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
+
+from parallel_core.units import Unit
+
+__all__ = ["recompute_units"]
+
+
+def recompute_units(model: nn.Module, units: Sequence[Unit]) -> list[nn.Module]:
+    """Put every unit of a model into a wrapper that computes it again in the backward pass; changes the model in place.
+
+    Args:
+        model: the bare model.
+        units: its units, as `parallel_core.units.choose_units` returns them.
+
+    Returns:
+        the modules that now stand in the units' places, in the same order.
+    """
+    standing: list[nn.Module] = []
+    # From the inside out: the names of inner units lead through the outer ones as they are now.
+    for unit in reversed(units):
+        module = unit.module
+        if not isinstance(module, CheckpointWrapper):
+            # Only where there are buffers: the compiler takes no context of our own into a recomputed part.
+            has_buffers = any(True for _ in module.buffers())
+            options: dict[str, Any] = {"context_fn": partial(_contexts, module)} if has_buffers else {}
+            module = checkpoint_wrapper(module, **options)
+            parent, _, child = unit.name.rpartition(".")
+            setattr(model.get_submodule(parent), child, module)
+        standing.append(module)
+    return standing[::-1]
+
+
+def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of the first computation and of the second."""
+    return nullcontext(), _on_copies_of_buffers(module)
+
+
+@contextmanager
+def _on_copies_of_buffers(module: nn.Module) -> Iterator[None]:
+    """Keep a second forward from changing buffers again: a BatchNorm would count every batch twice."""
+    own = [
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    for owner, name, buffer in own:
+        owner._buffers[name] = buffer.clone()
+    try:
+        yield
+    finally:
+        for owner, name, buffer in own:
+            owner._buffers[name] = buffer

@@ -1,0 +1,97 @@
+"""The strategy `fsdp2`: parameters, gradients and optimizer state as DTensors in shards, by `fully_shard`.
+
+This module holds the settings and the hooks; `wrapping` makes the wrapped model, `stepping` serves the training step.
+State dicts are the core's defaults, which know DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from parallel_core import hookimpl
+from parallel_core.sharding_config import ShardingConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from parallel_core.meta import MetaStart
+    from parallel_core.units import Unit
+
+__all__ = ["FSDP2Config"]
+
+
+class FSDP2Config(ShardingConfig):
+    """The settings of `fsdp2`: those of `parallel_core.sharding_config.ShardingConfig`, and one more.
+
+    Attributes:
+        reshard_after_forward: free a unit's gathered parameters after its forward and gather them again for its
+            backward. By default torch's way: yes, but for the root, which is needed first in the backward; and no with
+            `sharding = "grad_op"`. True does it for the root too, and False for none.
+    """
+
+    reshard_after_forward: bool | None = None
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.sharding == "grad_op" and self.reshard_after_forward:
+            yield (
+                "reshard_after_forward = true contradicts sharding = 'grad_op', which keeps parameters until the "
+                "backward; leave one of them out"
+            )
+
+
+@hookimpl
+def strategy_config() -> type[FSDP2Config]:
+    return FSDP2Config
+
+
+@hookimpl
+def plan_units(model: nn.Module, config: FSDP2Config) -> list[Unit]:
+    from parallel_core import sharding
+
+    return sharding.plan(model, config)
+
+
+@hookimpl
+def check_model(model: nn.Module, config: FSDP2Config, device: torch.device) -> list[str]:
+    from parallel_core_fsdp2 import wrapping
+
+    return list(wrapping.problems(model, config, device))
+
+
+@hookimpl
+def wrap_model(model: nn.Module, config: FSDP2Config, device: torch.device) -> nn.Module:
+    from parallel_core_fsdp2 import wrapping
+
+    return wrapping.wrap(model, config, device)
+
+
+@hookimpl
+def wrap_meta_model(model: nn.Module, config: FSDP2Config, device: torch.device, start: MetaStart) -> nn.Module:
+    from parallel_core_fsdp2 import wrapping
+
+    return wrapping.wrap_meta(model, config, device, start)
+
+
+@hookimpl
+def settle(model: nn.Module) -> None:
+    from parallel_core_fsdp2 import stepping
+
+    stepping.reshard(model)
+
+
+@hookimpl
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    from parallel_core_fsdp2 import stepping
+
+    return stepping.no_sync(model)
+
+
+@hookimpl
+def grad_scaler(model: nn.Module) -> torch.amp.GradScaler:
+    from parallel_core_fsdp2 import stepping
+
+    return stepping.grad_scaler(model)
