@@ -43,6 +43,7 @@ def wrap(model: nn.Module, config: FSDP2Config, device: torch.device) -> nn.Modu
         standing = recompute_units(model, units)
         uncast = {stand for stand, module in zip(standing, modules, strict=True) if module in uncast}
         modules = standing
+    del tensors, units  # they hold the whole parameters, of which each is freed below as it is cut
     # Where the whole model is compiled, the compiler has yet to look inside.
     root = uncompiled(model)
     param_dtype, reduce_dtype = sharding.dtypes(config)
