@@ -67,24 +67,34 @@ def choose_units(
     units: list[Unit] = []
     visited: set[nn.Module] = {model}
     taken: set[nn.Parameter] = set()
-
-    def visit(name: str, module: nn.Module, *, by_size: bool) -> None:
-        is_named = type(unwrapped(module)).__name__ in classes
-        for child_name, child in _parts(module):
-            visit(f"{name}.{child_name}" if name else child_name, child, by_size=by_size and not is_named)
+    for name, module, is_named, by_size in _inside_out(model, "", classes, by_size=True):
         if module in visited:
-            return
+            continue
         visited.add(module)
         left = [parameter for parameter in module.parameters() if parameter not in taken]
         is_big = by_size and sum(parameter.numel() for parameter in left) >= min_params
         if left and (is_big or is_named or always(module)) and can_hold(module, left):
             taken.update(left)
             units.append(Unit(name, module, {first_name[parameter]: parameter for parameter in left}))
-
-    for child_name, child in _parts(model):  # the root itself may be of a class that is named, and is no unit
-        visit(child_name, child, by_size=True)
     order = {module: index for index, module in enumerate(model.modules())}
     return sorted(units, key=lambda unit: order[unit.module])
+
+
+def _inside_out(
+    model: nn.Module, prefix: str, classes: Collection[str], *, by_size: bool
+) -> Iterator[tuple[str, nn.Module, bool, bool]]:
+    """Yield the modules below one that may be units, inner ones first; the model itself is never one.
+
+    Not a closure that calls itself: that is a cycle, in which the whole parameters would outlive the wrap.
+
+    Yields:
+        The name, the module, whether its class is named, and whether its size counts: not inside one that is named.
+    """
+    for child_name, child in _parts(model):
+        is_named = type(unwrapped(child)).__name__ in classes
+        name = f"{prefix}{child_name}"
+        yield from _inside_out(child, f"{name}.", classes, by_size=by_size and not is_named)
+        yield name, child, is_named, by_size
 
 
 def layer_problems(model: nn.Module, classes: Collection[str], field: str) -> Iterator[str]:

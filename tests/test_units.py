@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -446,3 +448,17 @@ def test_tied_parameters_are_told_by_all_their_names() -> None:
 
 def test_a_unit_is_told_by_its_name() -> None:
     assert repr(Unit("blocks.0", Block(), {})) == "Unit(name='blocks.0')"
+
+
+def test_choosing_units_leaves_nothing_that_holds_the_parameters() -> None:
+    """Else the whole parameters would be there as long as their shards, until the garbage collector comes by."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        assert len(choose_units(model, 10)) == 2
+        del model
+        assert [parameter() for parameter in parameters] == [None] * 4
+    finally:
+        gc.enable()

@@ -193,7 +193,7 @@ def test_initial_values_are_compared_where_they_are_not_taken_from_rank_0(ranks:
 
     assert ranks(work, True) == [["no error"], ["no error"]]
     message = (
-        "initial values differ between ranks, first those of 'blocks.0.up.weight' (12 of 12 tensors); seed all "
+        "initial values differ between ranks, first those of 'blocks.0.up.weight' (12 of 18 tensors); seed all "
         "ranks alike, or set fsdp_sync_module_states = true"
     )
     assert ranks(work, False) == [[message, True, False], [message, True, False]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -10,65 +11,120 @@ import parallel_core
 from parallel_core import DistributedConfig
 from parallel_core import ranks as collective
 from parallel_core.testing import Ranks
-from parallel_core.testing.conformance.runs import Run, adamw, differences, momentum
-from parallel_core.testing.models import CASES
+from parallel_core.testing.conformance.runs import KINDS, Run, adamw, differences, momentum
 
 CONFIGS = {
+    "bare": None,
     "ddp": DistributedConfig(parallel_strategy="ddp"),
     "fsdp": DistributedConfig(parallel_strategy="fsdp", fsdp_mixed_precision="fp32", fsdp_auto_wrap_min_params=50),
+    "fsdp2": DistributedConfig(parallel_strategy="fsdp2", fsdp2_mixed_precision="fp32", fsdp2_auto_wrap_min_params=50),
+}
+HYBRID = {
+    "fsdp": DistributedConfig(
+        parallel_strategy="fsdp",
+        fsdp_mixed_precision="fp32",
+        fsdp_auto_wrap_min_params=50,
+        fsdp_sharding="hybrid",
+        fsdp_hybrid_shard_size=2,
+    ),
+    "fsdp2": DistributedConfig(
+        parallel_strategy="fsdp2",
+        fsdp2_mixed_precision="fp32",
+        fsdp2_wrap_layers=("Residual",),
+        fsdp2_sharding="hybrid",
+        fsdp2_hybrid_shard_size=2,
+        fsdp2_activation_checkpointing=True,
+    ),
 }
 MODELS = ("blocks", "language_model", "buffers", "small_parameters", "adapter", "own_names")
 
 
-@pytest.mark.parametrize(("make", "kind"), [(adamw, "full"), (momentum, "sharded")])
-@pytest.mark.parametrize(("start", "end"), [("ddp", "fsdp"), ("fsdp", "ddp")])
-def test_state_moves_between_strategies_and_trains_on(ranks: Ranks, start: str, end: str, make: Any, kind: str) -> None:
-    """Weights and optimizer state of one strategy, loaded under another, are the same bits, and so are the next."""
+def moved(case: str, start: Run, end: Run, kind: str) -> list[str]:
+    """Load the state of one run into another, and return what is not the same bits then."""
+    assert start.optimizer is not None
+    assert end.optimizer is not None
+    weights = parallel_core.model_state_dict(start.model, kind)
+    state = parallel_core.optimizer_state_dict(start.model, start.optimizer, kind)
+    parallel_core.load_model_state_dict(end.model, weights, kind)
+    parallel_core.load_optimizer_state_dict(end.model, end.optimizer, state, kind)
+    return [
+        *differences(end.full(), start.full(), where=case),
+        *differences(
+            parallel_core.optimizer_state_dict(end.model, end.optimizer),
+            parallel_core.optimizer_state_dict(start.model, start.optimizer),
+            where=case,
+        ),
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_state_moves_from_each_to_each_and_trains_on(ranks: Ranks, world_size: int) -> None:
+    """Weights and optimizer state, full and sharded, are the same bits under another strategy, and so is the step."""
 
     def work() -> list[str]:
         found = []
-        for case in MODELS:
-            first = Run(case, CONFIGS[start], make_optimizer=make)
-            first.train(range(2))
-            second = Run(case, CONFIGS[end], seed=7, make_optimizer=make)
-            assert first.optimizer is not None
-            assert second.optimizer is not None
-            weights = parallel_core.model_state_dict(first.model, kind)
-            state = parallel_core.optimizer_state_dict(first.model, first.optimizer, kind)
-            parallel_core.load_model_state_dict(second.model, weights, kind)
-            parallel_core.load_optimizer_state_dict(second.model, second.optimizer, state, kind)
-            found += differences(second.full(), first.full(), where=case)
-            found += differences(
-                parallel_core.optimizer_state_dict(second.model, second.optimizer),
-                parallel_core.optimizer_state_dict(first.model, first.optimizer),
-            )
+        for number, case in enumerate(MODELS if world_size == 2 else MODELS[1:4]):
+            make: Any = (adamw, momentum)[number % 2]
+            runs = {name: Run(case, config, seed=number, make_optimizer=make) for name, config in CONFIGS.items()}
+            runs["ddp"].train(range(2))
+            for turn, (start, end) in enumerate([("ddp", "bare"), *permutations(CONFIGS, 2)]):
+                lines = moved(case, runs[start], runs[end], KINDS[turn % 2])
+                found += [f"{start} to {end}: {line}" for line in lines]
             if case != "buffers":  # its forward counts, in a buffer of each rank
-                losses = [[run.step(seed) for seed in (3, 4)] for run in (first, second)]
-                assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+                losses = {name: run.step(3) for name, run in runs.items() if name != "bare"}
+                assert losses == pytest.approx(dict.fromkeys(losses, losses["ddp"]), abs=1e-5)
         return found
 
-    assert ranks(work) == [[], []]
+    assert ranks(work, world_size=world_size, timeout=120) == [[]] * world_size
 
 
-def test_a_full_dict_goes_round_through_all_of_them(ranks: Ranks) -> None:
-    """From ddp to fsdp, to the bare model, and back to ddp: no bit is lost on the way."""
-
+def test_state_moves_to_and_from_groups_with_a_replica_each(ranks: Ranks) -> None:
     def work() -> list[str]:
         found = []
-        for case in MODELS:
-            run = Run(case, CONFIGS["ddp"])
-            run.train(range(2))
-            expected = run.full()
-            state = expected
-            for config in (CONFIGS["fsdp"], None, CONFIGS["fsdp"], CONFIGS["ddp"]):
-                model = CASES[case].build(seed=8)
-                if config is not None:
-                    wrapped = parallel_core.wrap_model_for_training(model, config)
-                    assert wrapped is not None
-                    model = wrapped
-                parallel_core.load_model_state_dict(model, state if collective.rank() == 0 else {})
-                state = parallel_core.model_state_dict(model)
-                found += differences(state, expected, where=f"{case} {config}")
+        for case in ("blocks", "language_model", "own_names"):
+            start, end = Run(case, CONFIGS["ddp"]), Run(case, CONFIGS["ddp"], seed=5)
+            start.train(range(2))
+            for config in HYBRID.values():
+                for kind in KINDS:
+                    middle = Run(case, config, seed=collective.rank())
+                    found += moved(case, start, middle, kind)
+                    found += moved(case, middle, end, kind)
         return found
 
-    assert ranks(work, world_size=3) == [[], [], []]
+    assert ranks(work, world_size=4, timeout=120) == [[]] * 4
+
+
+def test_a_full_dict_goes_to_another_number_of_ranks(ranks: Ranks) -> None:
+    """From each strategy on 2 ranks to each on 3: one call on either side, with the optimizer's state."""
+
+    def save() -> list[Any]:
+        saved = []
+        for case in ("language_model", "small_parameters"):
+            for name, config in CONFIGS.items():
+                run = Run(case, config)
+                run.train(range(2 if config else 0))
+                assert run.optimizer is not None
+                saved.append((case, name, run.full(), parallel_core.optimizer_state_dict(run.model, run.optimizer)))
+        return saved
+
+    saved = [entry for entry in ranks(save)[0] if CONFIGS[entry[1]]]
+
+    def load() -> list[str]:
+        found = []
+        for case, start, weights, state in saved:
+            for end, config in CONFIGS.items():
+                run = Run(case, config, seed=9)
+                assert run.optimizer is not None
+                parallel_core.load_model_state_dict(run.model, weights if collective.rank() == 0 else {})
+                parallel_core.load_optimizer_state_dict(
+                    run.model, run.optimizer, state if collective.rank() == 0 else None
+                )
+                again = parallel_core.optimizer_state_dict(run.model, run.optimizer)
+                if collective.rank() == 0:
+                    lines = [*differences(run.full(), weights), *differences(again, state)]
+                    found += [f"{case}, {start} to {end}: {line}" for line in lines]
+                else:
+                    run.full()
+        return found
+
+    assert ranks(load, world_size=3, timeout=120) == [[]] * 3
