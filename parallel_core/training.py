@@ -74,7 +74,7 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
     Raises:
         WrapError: the optimizer was made before the wrap, or holds parameters that are not the model's.
     """
-    record, strategy, model = _settled(model)
+    record, strategy, model = _resolve(model, settle=True)
     if record is not None and optimizer in record.earlier_optimizers:
         raise WrapError(
             "the optimizer was made before the model was wrapped and may train nothing; make it from the parameters of "
@@ -108,7 +108,7 @@ def model_state_dict(model: nn.Module, state_dict_type: StateDictType | str = St
         StateDictError: `state_dict_type` is neither of the two.
     """
     kind = parse_state_dict_type(state_dict_type)
-    record, strategy, model = _settled(model)
+    record, strategy, model = _resolve(model, settle=True)
     layout = Layout.of(model) if record is None else record.layout
     entries = strategy.model_state_dict(model, kind)
     expected = {} if kind is StateDictType.FULL and ranks.rank() else layout.entries
@@ -152,7 +152,7 @@ def load_model_state_dict(
         StateDictError: the dict does not fit; the same error on every rank, and nothing is loaded.
     """
     kind = parse_state_dict_type(state_dict_type)
-    record, strategy, model = _settled(model)
+    record, strategy, model = _resolve(model, settle=True)
     layout = Layout.of(model) if record is None else record.layout
     incompatible = check_model_state_dict(layout, state_dict, kind, strict=strict, cast=cast)
     strategy.load_model_state_dict(model, entries_to_load(layout, state_dict, kind, incompatible.missing_keys), kind)
@@ -174,7 +174,7 @@ def optimizer_state_dict(
         `full` on a rank other than 0.
     """
     kind = parse_state_dict_type(state_dict_type)
-    _, strategy, model = _settled(model)
+    _, strategy, model = _resolve(model, settle=True)
     return strategy.optimizer_state_dict(model, optimizer, kind)
 
 
@@ -197,7 +197,7 @@ def load_optimizer_state_dict(
         StateDictError: the dict does not fit; the same error on every rank, and nothing is loaded.
     """
     kind = parse_state_dict_type(state_dict_type)
-    record, strategy, model = _settled(model)
+    record, strategy, model = _resolve(model, settle=True)
     layout = Layout.of(model) if record is None else record.layout
     with ranks.agreement(StateDictError):
         groups = named_groups(optimizer, bare_parameters(model))
@@ -211,7 +211,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) ->
     Returns:
         The norm before clipping: a plain tensor without dimensions, the same on every rank.
     """
-    _, strategy, model = _settled(model)
+    _, strategy, model = _resolve(model, settle=True)
     return strategy.clip_grad_norm(model, float(max_norm), float(norm_type))
 
 
@@ -236,15 +236,12 @@ def data_parallel(model: nn.Module) -> tuple[int, int]:
     return strategy.data_parallel(model)
 
 
-def _resolve(model: nn.Module) -> tuple[Record | None, Strategy, nn.Module]:
+def _resolve(model: nn.Module, *, settle: bool = False) -> tuple[Record | None, Strategy, nn.Module]:
     """Return a model's record, the strategy that answers for it, and the model outside of `torch.compile`."""
     record = find_record(model)
-    strategy = bare_model_strategy() if record is None else record.strategy
-    return record, strategy, model if record is None else uncompiled(model)
-
-
-def _settled(model: nn.Module) -> tuple[Record | None, Strategy, nn.Module]:
-    """Return what `_resolve` does, of a model whose parameters are what they are between two steps."""
-    record, strategy, model = _resolve(model)
-    strategy.settle(model)
-    return record, strategy, model
+    if record is None:
+        return None, bare_model_strategy(), model
+    model = uncompiled(model)
+    if settle:
+        record.strategy.settle(model)
+    return record, record.strategy, model

@@ -12,6 +12,7 @@ a class can declare is in `Declaration`.
 
 from __future__ import annotations
 
+from parallel_core.testing.conformance.compilation_clauses import CompilationClauses
 from parallel_core.testing.conformance.config_clauses import ConfigClauses
 from parallel_core.testing.conformance.declaration import Capability, Declaration
 from parallel_core.testing.conformance.misfit_clauses import MisfitClauses
@@ -23,5 +24,7 @@ from parallel_core.testing.conformance.wrap_clauses import WrapClauses
 __all__ = ["Capability", "Declaration", "StrategyConformance"]
 
 
-class StrategyConformance(ConfigClauses, WrapClauses, TrainingClauses, StateClauses, MisfitClauses, OptimizerClauses):
+class StrategyConformance(
+    ConfigClauses, WrapClauses, TrainingClauses, CompilationClauses, StateClauses, MisfitClauses, OptimizerClauses
+):
     """Every clause of the contract; subclass it and declare the strategy."""
