@@ -19,5 +19,6 @@ def answering(model: nn.Module) -> tuple[Record | None, Strategy, nn.Module]:
 def settled(model: nn.Module) -> tuple[Record | None, Strategy, nn.Module]:
     """Return what `answering` does, of a model whose parameters are what they are between two steps."""
     record, strategy, model = answering(model)
-    strategy.settle(model)
+    if record is not None:
+        strategy.settle(model)
     return record, strategy, model

@@ -288,7 +288,7 @@ def test_nothing_differs_where_there_are_no_tensors(ranks: Ranks) -> None:
 
 def test_comparing_takes_the_memory_of_one_tensor_at_a_time(ranks: Ranks) -> None:
     def work() -> int:
-        tensors = {str(index): torch.zeros(1 << 20) for index in range(24)}  # 4 MiB each
+        tensors = {str(index): torch.ones(1 << 20) for index in range(24)}  # 4 MiB each, written to
         core.differing_tensors({"warm up": tensors["0"]})
         dist.barrier()
         before = resident()
@@ -303,3 +303,20 @@ def resident() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_ranks_start_alike_from_rank_0s_values_or_raise_with_nothing_changed(ranks: Ranks) -> None:
+    def work(broadcast: bool) -> list[Any]:
+        tensors = {"a": torch.zeros(2), "b": torch.full((3,), float(core.rank()))}
+        try:
+            core.start_alike(tensors, broadcast=broadcast, field="mine_sync")
+        except WrapError as error:
+            return [str(error), tensors["b"].tolist()]
+        return ["no error", tensors["b"].tolist()]
+
+    message = (
+        "initial values differ between ranks, first those of 'b' (1 of 2 tensors); seed all ranks alike, or set mine_sync = "
+        "true"
+    )
+    assert ranks(work, True) == [["no error", [0.0] * 3]] * 2
+    assert ranks(work, False) == [[message, [0.0] * 3], [message, [1.0] * 3]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
 
-from parallel_core.units import Unit, choose_units, describe_no_units, root_unit, tied_parameters
+from parallel_core.units import (
+    Unit,
+    choose_units,
+    describe_no_units,
+    layer_problems,
+    root_unit,
+    tied_parameters,
+)
 
 
 class Block(nn.Module):
@@ -462,3 +470,53 @@ def test_choosing_units_leaves_nothing_that_holds_the_parameters() -> None:
         assert [parameter() for parameter in parameters] == [None] * 4
     finally:
         gc.enable()
+
+
+def names_of(model: nn.Module, *classes: str, min_params: int = 10**9) -> list[str]:
+    return [unit.name for unit in choose_units(model, min_params, classes=classes)]
+
+
+def test_a_module_of_a_class_that_is_named_is_a_unit_whole_and_others_go_by_size() -> None:
+    assert names_of(Transformer(), "Block") == ["blocks.0", "blocks.1", "blocks.2"]
+    assert names_of(Transformer(), "Block", min_params=0) == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+
+
+def test_named_classes_may_nest() -> None:
+    parts = [f"blocks.{index}{part}" for index in range(3) for part in ("", ".up", ".down")]
+    assert names_of(Transformer(), "Block", "Linear") == [*parts, "head"]
+
+
+def test_the_root_is_no_unit_though_its_class_is_named() -> None:
+    assert names_of(Transformer(), "Transformer") == []
+    assert names_of(nn.Sequential(nn.Sequential(nn.Linear(2, 2))), "Sequential") == ["0"]
+
+
+def test_a_compiled_module_goes_by_the_class_inside_and_its_wrapper_is_the_unit() -> None:
+    model = Transformer()
+    compiled: Any = torch.compile(model.blocks[1], backend="eager")
+    model.blocks.register_module("1", compiled)
+    units = choose_units(model, 10**9, classes=("Block",))
+    assert [unit.name for unit in units] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert units[1].module is compiled
+    inside = [f"blocks.1._orig_mod.{part}" for part in ("up", "down")]
+    assert [name for name in names(model, 64) if name.startswith("blocks.1")] == ["blocks.1", *inside]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        ("Blok", "its classes are 'Block', 'Embedding', 'Linear', 'ModuleList'; did you mean 'Block'?"),
+        ("ModuleList", "names 'ModuleList', and 'blocks' can't be a unit"),
+        ("Linear", "names 'Linear', and 'head' can't be a unit"),
+    ],
+)
+def test_a_class_that_cannot_be_honoured_is_a_problem_by_name(wanted: str, text: str) -> None:
+    (found,) = layer_problems(Transformer(tied=True), (wanted,), "mine_wrap_layers")
+    assert found.startswith("mine_wrap_layers names ")
+    assert text in found
+
+
+def test_a_class_without_parameters_is_a_problem_and_a_class_that_is_there_is_none() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    (found,) = layer_problems(model, ("ReLU", "Linear"), "mine_wrap_layers")
+    assert found == "mine_wrap_layers names 'ReLU', and no module of this class has parameters; leave it out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import re
@@ -92,10 +93,21 @@ def test_every_public_name_is_in_the_api_reference(document_at: Callable[[str], 
     assert re.search(rf"`{name}\b", document.prose)
     public = getattr(parallel_core, name)
     for row in document.rows:
-        if name_in(row["name"]) == name and "(" in row["name"]:
+        if "name" in row and name_in(row["name"]) == name and "(" in row["name"]:
             assert row["name"] == signature_of(name, public)
 
 
 def test_the_api_reference_has_no_name_that_is_not_public(document_at: Callable[[str], Document]) -> None:
-    documented = {name_in(row["name"]) for row in document_at("docs/reference/api.md").rows}
+    documented = {name_in(row["name"]) for row in document_at("docs/reference/api.md").rows if "name" in row}
     assert documented <= set(parallel_core.__all__)
+
+
+@pytest.mark.parametrize("module", ["sharding", "recomputation", "units", "ranks"])
+def test_what_strategies_that_shard_share_is_in_the_api_reference(
+    document_at: Callable[[str], Document], module: str
+) -> None:
+    home = importlib.import_module(f"parallel_core.{module}")
+    public = {name: getattr(home, name) for name in home.__all__}
+    expected = {signature_of(f"{module}.{name}", value) for name, value in public.items() if inspect.isfunction(value)}
+    rows = [row["function"] for row in document_at("docs/reference/api.md").rows if "function" in row]
+    assert {row for row in rows if row.startswith(f"`{module}.")} == expected

@@ -1,4 +1,4 @@
-"""Clauses on the training step: losses, gradients, clipping, accumulation, scaling, compilation."""
+"""Clauses on the training step: losses, gradients, clipping, accumulation, scaling."""
 
 from __future__ import annotations
 
