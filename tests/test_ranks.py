@@ -315,8 +315,8 @@ def test_ranks_start_alike_from_rank_0s_values_or_raise_with_nothing_changed(ran
         return ["no error", tensors["b"].tolist()]
 
     message = (
-        "initial values differ between ranks, first those of 'b' (1 of 2 tensors); seed all ranks alike, or set mine_sync "
-        "= true"
+        "initial values differ between ranks, first those of 'b' (1 of 2 tensors); seed all ranks alike, or set "
+        "mine_sync = true"
     )
     assert ranks(work, True) == [["no error", [0.0] * 3]] * 2
     assert ranks(work, False) == [[message, [0.0] * 3], [message, [1.0] * 3]]

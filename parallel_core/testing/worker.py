@@ -10,6 +10,7 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -26,6 +27,7 @@ from parallel_core.testing.surroundings import surroundings
 SEED = 0
 """What the generators of random numbers are seeded with at the start of each call, on every rank."""
 
+_SAVE_EVERY = 10.0  # seconds, of what coverage measures
 _SLACK = 60.0  # seconds by which this process's own limits come after the pool's, which tells more
 
 
@@ -55,14 +57,16 @@ class Worker:
 
     def run(self) -> None:
         """Say that this process is ready, and serve calls until a message is none."""
-        coverage = _coverage()
+        coverage, saved = _coverage(), time.monotonic()
         self._collect()
         self._connection.send_bytes(READY)
         while isinstance(call := unpacked(self._connection.recv_bytes()), Call):
             with surroundings(call):
                 self._serve(call)
-            if coverage is not None:
-                coverage.save()  # a worker that is killed later loses no more than the call that it is killed in
+            # Now and then, so that a worker which is killed loses little; after each call it would double the time.
+            if coverage is not None and time.monotonic() > saved + _SAVE_EVERY:
+                coverage.save()
+                saved = time.monotonic()
 
     def _serve(self, call: Call) -> None:
         # Where the interpreter itself is stuck, the watching thread does not run; this one needs no interpreter.

@@ -69,6 +69,11 @@ class Declaration:
             pytest.skip(f"{cls.strategy} declares that it lacks {capability}: {cls.lacks[capability]}")
 
     @classmethod
+    def cases_on(cls, world_size: int) -> dict[str, DistributedConfig]:
+        """Return the cases to run on a number of ranks: all on the first that is declared, a few on the others."""
+        return cls.cases(telling=world_size != cls.world_sizes[0])
+
+    @classmethod
     def cases(
         cls, *, training: bool = False, exact: bool = False, telling: bool = False
     ) -> dict[str, DistributedConfig]:

@@ -66,8 +66,9 @@ class Run:
         """Build the case's model, change it, and wrap it."""
         self.case = CASES[case]
         self.model = change(self.case.build(seed))
-        if config is not None:
-            self.model = parallel_core.wrap_model_for_training(self.model, config) or self.model
+        wrapped = None if config is None else parallel_core.wrap_model_for_training(self.model, config)
+        if wrapped is not None:  # not its truth value: a model that was compiled has none
+            self.model = wrapped
         self.optimizer = None
         if self.case.trains:
             self.optimizer = parallel_core.wrap_optimizer(self.model, make_optimizer(self.model.parameters()))

@@ -64,7 +64,7 @@ class StartClauses(Declaration):
                 return [f"{stuck} can't be reset, and no error said so"]
             return differences(parallel_core.model_state_dict(model), expected if collective.rank() == 0 else {})
 
-        assert problems(ranks(for_each, self.cases(), work, world_size=world_size)) == []
+        assert problems(ranks(for_each, self.cases_on(world_size), work, world_size=world_size)) == []
 
     def test_starts_from_a_state_dict(self, ranks: Ranks) -> None:
         """A meta model takes rank 0's values, computes what they lack or refuses it by name, and computes alike."""

@@ -81,7 +81,7 @@ class StateClauses(Declaration):
             )
             return wrong_names + differences(gathered, expected)
 
-        assert problems(ranks(for_each, self.cases(), work, world_size=world_size)) == []
+        assert problems(ranks(for_each, self.cases_on(world_size), work, world_size=world_size)) == []
 
     def test_state_comes_back(self, ranks: Ranks) -> None:
         """Saved, overwritten and loaded, every value is the same bits on every rank; the dict is as it was given."""
@@ -110,7 +110,7 @@ class StateClauses(Declaration):
 
     def test_loads_the_bare_models_state(self, ranks: Ranks, world_size: int) -> None:
         """A state dict of one process loads, from rank 0 alone, and comes out of `full` as the same bits."""
-        cases = self.cases()
+        cases = self.cases_on(world_size)
         (expected,) = ranks(for_each, dict.fromkeys(cases), trained, world_size=1, process_group=False)
 
         def work(case: str, config: Any) -> list[str]:

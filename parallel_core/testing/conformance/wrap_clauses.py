@@ -64,7 +64,7 @@ class WrapClauses(Declaration):
             found = whole(parallel_core.model_state_dict(run.model, "sharded"))
             return differences(found, CASES[case].build(seed=0).state_dict())
 
-        assert problems(ranks(for_each, self.cases(), work, world_size=world_size)) == []
+        assert problems(ranks(for_each, self.cases_on(world_size), work, world_size=world_size)) == []
 
     def test_refuses_models_that_differ_between_ranks(self, ranks: Ranks) -> None:
         """A parameter of another shape on one rank is one WrapError on every rank, and every model is as it was."""
@@ -163,7 +163,7 @@ class WrapClauses(Declaration):
             }
             return [[wrong for wrong, right in found.items() if not right], report]
 
-        first, *others = ranks(for_each, self.cases(), work, world_size=world_size)
+        first, *others = ranks(for_each, self.cases(telling=True), work, world_size=world_size)
         assert {case: wrong for case, (wrong, _) in first.items() if wrong} == {}
         assert all(other == first for other in others)
 
