@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_core import ranks
 from parallel_core.errors import WrapError
@@ -105,7 +107,15 @@ class MetaStart:
         reset = reset_method(module)
         assert reset is not None  # check_start let the model pass
         with self._writing_to_no_shard(module):
-            reset()
+            try:
+                reset()
+            except Exception as error:
+                where = f"{self._path_of[module] or 'the model'!r} ({type(module).__name__})"
+                raise WrapError(
+                    f"{reset.__name__} of {where} failed with {type(error).__name__}: {error}; mend it, or pass a "
+                    f"state dict; what it sets in its parts may be cut into shards already; this model has to be built "
+                    f"again"
+                ) from error
         for name in made:
             self._keep(module, name, made[name])
         # A tensor that is shared may have been written to by another module, and then has been.
@@ -127,7 +137,7 @@ class MetaStart:
         That may be a shard: each rank would draw for its own part alone, and from then on another sequence.
         """
         taken = {
-            f"{self._path_of[part]}.{name}": (parameter, parameter._version)
+            f"{self._path_of[part]}.{name}": _memory(parameter)
             for part in module.modules()
             if part in self._path_of  # not a strategy's own, which may show the parameters under other names
             for name, parameter in part.named_parameters(recurse=False)
@@ -135,15 +145,15 @@ class MetaStart:
         }
         # Ranks hold different shards, so that one may fail where another does not; the next collective comes soon.
         with ranks.agreement(WrapError) if taken else nullcontext():
+            watch = _WriteWatch(taken)
             # Not on the device that the caller has made the default: that may be the meta device still.
-            with torch.device("cpu"), torch.no_grad():
+            with torch.device("cpu"), torch.no_grad(), watch if taken else nullcontext():
                 yield
-            written = [name for name, (parameter, version) in taken.items() if parameter._version != version]
-            if written:
+            if watch.written:
                 raise WrapError(
                     f"{type(module).__name__} writes to parameters that are cut into shards already when it is reset; "
-                    f"{named('written to', written)}; initialise them in their own modules, or build the model on a "
-                    f"device; this model has to be built again"
+                    f"{named('written to', watch.written)}; initialise them in their own modules, or build the model "
+                    f"on a device; this model has to be built again"
                 )
 
     def _made(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -177,6 +187,39 @@ class MetaStart:
         with torch.no_grad():
             made.copy_(found)
         tensors[name] = made
+
+
+class _WriteWatch(TorchDispatchMode):
+    """Notes which of some pieces of memory are written to, through whatever tensor: `.data` counts as no write else."""
+
+    def __init__(self, watched: dict[str, range]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own is not annotated
+        self._watched = watched
+        self.written: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {
+            **dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)),
+            **(kwargs or {}),
+        }
+        for argument in func._schema.arguments:
+            value = given.get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
+                to = _memory(value)
+                found = (name for name, at in self._watched.items() if to.start < at.stop and at.start < to.stop)
+                self.written.extend(name for name in found if name not in self.written)
+        return func(*args, **(kwargs or {}))
+
+
+def _memory(tensor: torch.Tensor) -> range:
+    """Return where a tensor's own memory on this rank lies, in bytes; empty for a shard without elements."""
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
+    if not local.numel():
+        return range(0)
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+    return range(local.data_ptr(), local.data_ptr() + elements * local.element_size())
 
 
 def _is_written(tensor: torch.Tensor) -> bool:

@@ -7,11 +7,11 @@ state dicts, and `parallel_core.names` knows it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 
 from parallel_core.units import Unit
@@ -46,22 +46,33 @@ def recompute_units(model: nn.Module, units: Sequence[Unit]) -> list[nn.Module]:
 
 def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of the first computation and of the second."""
-    return nullcontext(), _on_copies_of_buffers(module)
+    before: list[tuple[nn.Module, str, Tensor]] = []
+    return _keeping_buffers(module, before), _with_buffers(before)
 
 
 @contextmanager
-def _on_copies_of_buffers(module: nn.Module) -> Iterator[None]:
-    """Keep a second forward from changing buffers again: a BatchNorm would count every batch twice."""
-    own = [
-        (owner, name, buffer)
+def _keeping_buffers(module: nn.Module, before: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+    """Note the buffers as they are before the first forward."""
+    before.extend(
+        (owner, name, buffer.clone())
         for owner in module.modules()
         for name, buffer in owner._buffers.items()
         if buffer is not None
-    ]
-    for owner, name, buffer in own:
-        owner._buffers[name] = buffer.clone()
+    )
+    yield
+
+
+@contextmanager
+def _with_buffers(before: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+    """Compute from the buffers that the first forward had, and leave those that it has made as they are.
+
+    A spectral norm would compute another function from what it has made, and a BatchNorm would count every batch twice.
+    """
+    made = [(owner, name, owner._buffers[name]) for owner, name, _ in before]
+    for owner, name, buffer in before:
+        owner._buffers[name] = buffer.clone()  # a graph that is kept may be walked through again
     try:
         yield
     finally:
-        for owner, name, buffer in own:
-            owner._buffers[name] = buffer
+        for owner, name, found in made:
+            owner._buffers[name] = found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +17,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from parallel_core import ranks
-from parallel_core.names import unwrapped
+from parallel_core.names import bare_names, unwrapped
 from parallel_core.sharding_config import ShardingConfig
 from parallel_core.units import Unit, choose_units, describe_no_units, layer_problems, root_unit
 
-__all__ = ["device_mesh", "dtypes", "no_units_warning", "plan", "problems", "stays_uncast", "values_of_unit"]
+__all__ = [
+    "device_mesh",
+    "dtypes",
+    "no_units_warning",
+    "plan",
+    "problems",
+    "return_no_views",
+    "stays_uncast",
+    "values_of_unit",
+]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -80,13 +91,37 @@ def values_of_unit(module: nn.Module, name: str, wrapper: type, *, loads: bool) 
     return found
 
 
+def return_no_views(module: nn.Module) -> None:
+    """Let a module that becomes a unit return a copy in place of each view; to be called before it is wrapped.
+
+    What gathers a unit for its backward hangs on what the unit returns. Where that is a view, an operation in place on
+    it (`x += y`) drops the hook: torch then fails, or gives wrong gradients without a word. Linear layers return views.
+    """
+    module.register_forward_hook(lambda module, args, output: _without_views(output))
+
+
+def _without_views(output: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return output
+    return tree_map_only(
+        torch.Tensor, lambda tensor: tensor.clone() if tensor.requires_grad and tensor._is_view() else tensor, output
+    )
+
+
 def no_units_warning(model: nn.Module, config: ShardingConfig, strategy: str) -> str:
     """Return the warning for a model of which `plan` makes no units; `strategy` is the prefix of the settings."""
     return describe_no_units(model, f"{strategy}_auto_wrap_min_params", config.auto_wrap_min_params)
 
 
 def problems(
-    model: nn.Module, config: ShardingConfig, device: torch.device, strategy: str, *, one_dtype: bool = True
+    model: nn.Module,
+    config: ShardingConfig,
+    device: torch.device,
+    strategy: str,
+    *,
+    one_dtype: bool = True,
+    empty: bool = True,
+    contiguous: bool = False,
 ) -> Iterator[str]:
     """Yield what would make the wrap, or the first step, fail; the answer to the hook `check_model`.
 
@@ -96,6 +131,8 @@ def problems(
         device: where this rank trains.
         strategy: the strategy's name, the prefix of the settings in the messages.
         one_dtype: whether all parameters of a unit must have one dtype; otherwise those that train must.
+        empty: whether a parameter may have no elements.
+        contiguous: whether a parameter must be contiguous.
     """
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel | DistributedDataParallel | FSDPModule):
@@ -105,8 +142,9 @@ def problems(
     if type(root).forward is nn.Module.forward and "forward" not in vars(root):
         yield f"the model is a {type(root).__name__}, which has no forward; wrap the module that calls its parts"
     yield from _setting_problems(config, device, strategy)
+    yield from _checkpointing_problems(model, config, strategy)
     yield from layer_problems(model, config.wrap_layers, f"{strategy}_wrap_layers")
-    yield from _parameter_problems(model, device, strategy)
+    yield from _parameter_problems(model, device, strategy, empty=empty, contiguous=contiguous)
     units = plan(model, config)
     for unit in (*units, root_unit(model, units)):
         by_dtype: dict[torch.dtype, str] = {}
@@ -149,6 +187,21 @@ def _setting_problems(config: ShardingConfig, device: torch.device, strategy: st
             )
 
 
+def _checkpointing_problems(model: nn.Module, config: ShardingConfig, strategy: str) -> Iterator[str]:
+    # Looked for by name, as importing the compiler takes a second.
+    if config.activation_checkpointing and any(type(part).__name__ == "OptimizedModule" for part in model.modules()):
+        bare = bare_names(model)
+        for unit in plan(model, config):
+            changed = next((name for name, _ in unit.module.named_buffers()), None)
+            if changed is not None:
+                name = bare(f"{unit.name}.").rstrip(".")
+                yield (
+                    f"{strategy}_activation_checkpointing computes unit {name!r} again with the buffers that it had "
+                    f"({changed!r}), which torch.compile can't follow; leave out one of the two"
+                )
+                return
+
+
 def _shard_size(config: ShardingConfig) -> int:
     # torchrun tells each rank how many of them stand on its machine.
     return config.hybrid_shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
@@ -162,7 +215,12 @@ def _served_devices() -> Iterable[str]:
     return [entry.partition(":")[0] for entry in _backends().split(",")]
 
 
-def _parameter_problems(model: nn.Module, device: torch.device, strategy: str) -> Iterator[str]:
+def _parameter_problems(
+    model: nn.Module, device: torch.device, strategy: str, *, empty: bool, contiguous: bool
+) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", None) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            yield f"{name or 'the model'!r} makes sparse gradients, and {strategy} reduces dense ones; set sparse=False"
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             yield f"parameter {name!r} has no dimensions and can't be cut into shards; give it the shape [1]"
@@ -170,6 +228,13 @@ def _parameter_problems(model: nn.Module, device: torch.device, strategy: str) -
             yield (
                 f"parameter {name!r} has dtype {_named(parameter.dtype)}, and {strategy} shards floating point only; "
                 f"make it a buffer"
+            )
+        if not parameter.numel() and not empty:
+            yield f"parameter {name!r} has no elements, and {strategy} can't cut it; leave it out"
+        if not parameter.is_contiguous() and contiguous:
+            yield (
+                f"parameter {name!r} of shape {list(parameter.shape)} is not contiguous, and {strategy} can't cut it; "
+                f"make it so: parameter.data = parameter.data.contiguous()"
             )
         if parameter.device.type not in ("cpu", "meta", device.type):
             yield f"parameter {name!r} lies on {parameter.device}, and this rank trains on {device}; move it there"

@@ -51,6 +51,23 @@ def test_buffers_are_changed_once_and_stay_the_objects_they_were() -> None:
     assert before == {name: id(buffer) for name, buffer in unwrapped(model[1]).named_buffers()}
 
 
+def test_the_second_forward_has_the_buffers_of_the_first() -> None:
+    """A spectral norm takes a step in each forward, and computes from where it stands."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(torch.nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+
+    plain, model = make(), make()
+    recompute_units(model, choose_units(model, 0))
+    for each in (plain, model):
+        each(torch.ones(2, 4)).square().sum().backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
 def test_a_unit_that_is_in_a_wrapper_already_stays_in_it_alone() -> None:
     model = CASES["blocks"].build()
     once = recompute_units(model, choose_units(model, 174))

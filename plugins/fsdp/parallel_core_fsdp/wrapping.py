@@ -28,7 +28,7 @@ STRATEGIES = {
 def problems(model: nn.Module, config: FSDPConfig, device: torch.device) -> Iterator[str]:
     """Yield what would make the wrap, or the first step, fail; FSDP1 itself finds it with half of the model wrapped."""
     # A unit's parameters become one flat tensor, of one dtype.
-    yield from sharding.problems(model, config, device, "fsdp", one_dtype=True)
+    yield from sharding.problems(model, config, device, "fsdp", empty=False)
 
 
 def wrap(model: nn.Module, config: FSDPConfig, device: torch.device) -> FullyShardedDataParallel:
@@ -99,6 +99,8 @@ def _chosen(model: nn.Module, config: FSDPConfig) -> dict[nn.Module, _Chosen]:
     uncast = _mixed_precision(None, None if config.reduce_precision is None else sharding.dtypes(config)[1])
     chosen = [_Chosen(unit.name, uncast if sharding.stays_uncast(unit.module, config) else cast) for unit in units]
     modules = recompute_units(model, units) if config.activation_checkpointing else [unit.module for unit in units]
+    for module in (*modules, model):
+        sharding.return_no_views(module)
     return dict(zip(modules, chosen, strict=True))
 
 

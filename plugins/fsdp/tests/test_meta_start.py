@@ -171,17 +171,34 @@ class Meddling(nn.Module):
         nn.init.normal_(self.layer.weight)
 
 
-def test_a_module_that_writes_to_the_shards_of_another_unit_is_refused(ranks: Ranks) -> None:
+class MeddlingThroughData(Meddling):
+    """The same, by a way that autograd does not see."""
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+        self.layer.weight.data.normal_()
+
+
+class MeddlingByReset(Meddling):
+    """The same, and what it calls fails on a shard."""
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+        self.layer.reset_parameters()
+
+
+@pytest.mark.parametrize("kind", [Meddling, MeddlingThroughData])
+def test_a_module_that_writes_to_the_shards_of_another_unit_is_refused(ranks: Ranks, kind: type[Meddling]) -> None:
     def work(threshold: int) -> str:
         try:
-            started(lambda: nn.Sequential(Meddling()), fsdp_auto_wrap_min_params=threshold)
+            started(lambda: nn.Sequential(kind()), fsdp_auto_wrap_min_params=threshold)
         except WrapError as error:
             return str(error)
         return "no error"
 
     assert ranks(work, 48) == ["no error"] * 2  # all of it is one unit
     text = (
-        "Meddling writes to parameters that are cut into shards already when it is reset; written to: "
+        f"{kind.__name__} writes to parameters that are cut into shards already when it is reset; written to: "
         "'0.layer.weight'; initialise them in their own modules, or build the model on a device; this model has to be "
         "built again"
     )

@@ -253,3 +253,48 @@ def test_an_attention_is_one_unit_or_none_whatever_the_threshold(ranks: Ranks) -
         return [".".join(filter(None, name.split("."))) for name in names]
 
     assert ranks(work) == [["", "attention", "out"]] * 2
+
+
+class InPlace(nn.Module):
+    """Changes what a unit returns in place: a view, as a linear layer makes it of three dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        y += x
+        out: torch.Tensor = self.second(y)
+        return out
+
+
+def test_what_a_unit_returns_may_be_changed_in_place(ranks: Ranks) -> None:
+    def gradient_norm(is_wrapped: bool) -> float:
+        torch.manual_seed(0)
+        model: nn.Module = InPlace()
+        if is_wrapped:
+            options = {"fsdp_mixed_precision": "fp32", "fsdp_auto_wrap_min_params": 0}
+            config = DistributedConfig(parallel_strategy="fsdp", **options)
+            model = parallel_core.wrap_model_for_training(model, config) or model
+        model(torch.ones(2, 3, 4)).square().mean().backward()
+        return parallel_core.clip_grad_norm(model, 1e9).item()
+
+    for wrapped, bare in ranks(lambda: (gradient_norm(True), gradient_norm(False))):
+        assert wrapped == pytest.approx(bare, abs=1e-6)
+
+
+def test_a_parameter_without_elements_is_refused_by_name(ranks: Ranks) -> None:
+    def work() -> str:
+        model = InPlace()
+        model.register_parameter("nothing", nn.Parameter(torch.empty(0, 3)))
+        try:
+            parallel_core.wrap_model_for_training(model, DistributedConfig(parallel_strategy="fsdp"))
+        except WrapError as error:
+            return f"{error}; {type(model.first).__name__}"
+        return "no error"
+
+    for message in ranks(work):
+        assert "parameter 'nothing' has no elements" in message
+        assert message.endswith("; Linear")

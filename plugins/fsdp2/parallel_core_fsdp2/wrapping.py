@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils._pytree import tree_map_only
 
 from parallel_core import ranks, sharding
 from parallel_core.meta import MetaStart
@@ -24,7 +23,7 @@ logger = logging.getLogger(__name__)
 def problems(model: nn.Module, config: FSDP2Config, device: torch.device) -> Iterator[str]:
     """Yield what would make the wrap, or the first step, fail."""
     # Parameters are gathered one by one, so that only those whose gradients are reduced together must be alike.
-    yield from sharding.problems(model, config, device, "fsdp2", one_dtype=False)
+    yield from sharding.problems(model, config, device, "fsdp2", one_dtype=False, contiguous=True)
 
 
 def wrap(model: nn.Module, config: FSDP2Config, device: torch.device) -> nn.Module:
@@ -92,8 +91,7 @@ def _sharder(config: FSDP2Config, device: torch.device) -> Callable[[nn.Module, 
     offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
 
     def shard(module: nn.Module, precision: MixedPrecisionPolicy) -> None:
-        # Before torch's own hook, which looks at what comes out.
-        module.register_forward_hook(lambda module, args, output: _without_views(output))
+        sharding.return_no_views(module)
         fully_shard(
             module, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=_reshards(config)
         )
@@ -117,16 +115,3 @@ def _reshards(config: FSDP2Config) -> bool | None:
     if config.reshard_after_forward is None and config.sharding == "grad_op":
         return False
     return config.reshard_after_forward
-
-
-def _without_views(output: Any) -> Any:
-    """Return the output of a unit with a copy in place of each view.
-
-    The hook that gathers a unit for its backward sits on what the unit returns. Where that is a view, an operation in
-    place on it (`x += y`) drops the hook, and gradients are wrong without a word. A linear layer returns views.
-    """
-    if not torch.is_grad_enabled():
-        return output
-    return tree_map_only(
-        torch.Tensor, lambda tensor: tensor.clone() if tensor.requires_grad and tensor._is_view() else tensor, output
-    )

@@ -252,6 +252,12 @@ class Odd(nn.Module):
         return out
 
 
+def compiled(model: nn.Module) -> nn.Module:
+    found: Any = torch.compile(model, backend="aot_eager")
+    assert isinstance(found, nn.Module)
+    return found
+
+
 def test_what_cannot_be_done_is_refused_by_name_with_the_model_as_it_was(ranks: Ranks) -> None:
     def work() -> list[str]:
         steps = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
@@ -263,6 +269,9 @@ def test_what_cannot_be_done_is_refused_by_name_with_the_model_as_it_was(ranks: 
             refused(Odd(waves=waves)),
             refused(Odd(narrow=nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)))),
             refused(nn.ModuleList([nn.Linear(2, 2)])),
+            refused(Odd(turned=nn.Parameter(torch.ones(2, 3).t()))),
+            refused(nn.Sequential(nn.Embedding(4, 2, sparse=True))),
+            refused(compiled(CASES["batch_norm"].build()), activation_checkpointing=True, auto_wrap_min_params=0),
             refused(blocks(), cpu_offload=True),
             refused(blocks(), wrap_layers=("Residul", "Linear")),
             refused(blocks(), wrap_layers=("GELU",)),
@@ -279,6 +288,9 @@ def test_what_cannot_be_done_is_refused_by_name_with_the_model_as_it_was(ranks: 
         "parameter 'waves' has dtype complex64, and fsdp2 shards floating point only",
         "the root unit has parameters of bfloat16 ('narrow') and float32 ('layer.weight')",
         "the model is a ModuleList, which has no forward",
+        "parameter 'turned' of shape [3, 2] is not contiguous",
+        "'0' makes sparse gradients",
+        "computes unit '1' again with the buffers that it had ('running_mean'), which torch.compile can't follow",
         "fsdp2_cpu_offload keeps parameters on the CPU while an accelerator computes",
         "its classes are 'LayerNorm', 'Linear', 'ModuleList', 'Residual'; did you mean 'Residual'?",
         "fsdp2_wrap_layers names 'GELU'",
@@ -286,7 +298,7 @@ def test_what_cannot_be_done_is_refused_by_name_with_the_model_as_it_was(ranks: 
         "fsdp2_wrap_layers names 'Residual', and 'left' can't be a unit",
         "fsdp2_hybrid_shard_size = 4 does not divide the world size, 2; allowed for fsdp2_hybrid_shard_size are 2",
     ]
-    assert [fragment in message for fragment, message in zip(fragments, first, strict=True)] == [True] * 11, first
+    assert [fragment in message for fragment, message in zip(fragments, first, strict=True)] == [True] * 14, first
 
 
 def test_settings_that_contradict_each_other_are_no_config() -> None:
