@@ -180,16 +180,6 @@ class DropsBuffers(StateDictHooks):
         return {name: value for name, value in state.items() if name not in ("offset", "order", "mask", "seen")}
 
 
-class SavesInBf16(StateDictHooks):
-    def saved(self, state: dict[str, Any], kind: StateDictType) -> dict[str, Any]:
-        import torch
-
-        return {
-            name: value.to(torch.bfloat16) if torch.is_tensor(value) and value.is_floating_point() else value
-            for name, value in state.items()
-        }
-
-
 class SavesOnEveryRank(StateDictHooks):
     @hookimpl
     def model_state_dict(self, model: Any, state_dict_type: StateDictType) -> dict[str, Any]:
@@ -230,15 +220,6 @@ class HangsOnAMissingKey(Sound):
             if ranks.rank() == 0:
                 own[name].copy_(state_dict[name])
             ranks.broadcast_tensor(own[name])
-
-
-class WantsEveryKey(Sound):
-    @hookimpl
-    def load_model_state_dict(self, model: Any, state_dict: Any, state_dict_type: StateDictType) -> None:
-        from parallel_core import defaults
-
-        whole = {name: state_dict[name] for name in model.state_dict()}
-        defaults.load_model_state_dict(model, whole, state_dict_type)
 
 
 class StepsToReadState(Sound):

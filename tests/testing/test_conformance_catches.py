@@ -75,14 +75,6 @@ FAULTS = {
     "DropsBuffers": Fault(
         "full_state_is_the_bare_models", (*STATE, "all_ranks_start_from_rank_0", "ranks_stay_together")
     ),
-    "SavesInBf16": Fault(
-        "full_state_is_the_bare_models",
-        # Both kinds alike, so that the one agrees with the other.
-        (
-            *({*STATE} - {"sharded_state_is_on_every_rank"}),
-            *(*NUMBERS, "all_ranks_start_from_rank_0", "loads_what_fits_if_not_strict"),
-        ),
-    ),
     "SavesOnEveryRank": Fault("full_state_is_the_bare_models", ALL_STATE),
     "SavesTheLiveTensors": Fault("full_state_is_a_snapshot"),
     "LoadsOnRank0Alone": Fault(
@@ -90,7 +82,6 @@ FAULTS = {
         ("loads_what_fits_if_not_strict", "a_resumed_run_goes_on_as_if_it_had_not_stopped"),
     ),
     "HangsOnAMissingKey": Fault("loads_what_fits_if_not_strict"),
-    "WantsEveryKey": Fault("loads_what_fits_if_not_strict"),
     "StepsToReadState": Fault("reading_state_before_the_first_step_changes_nothing"),
     "ForgetsTheOptions": Fault("optimizer_state_comes_back"),
 }

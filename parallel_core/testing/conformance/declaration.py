@@ -69,9 +69,9 @@ class Declaration:
             pytest.skip(f"{cls.strategy} declares that it lacks {capability}: {cls.lacks[capability]}")
 
     @classmethod
-    def cases_on(cls, world_size: int) -> dict[str, DistributedConfig]:
+    def cases_on(cls, world_size: int, *, exact: bool = False) -> dict[str, DistributedConfig]:
         """Return the cases to run on a number of ranks: all on the first that is declared, a few on the others."""
-        return cls.cases(telling=world_size != cls.world_sizes[0])
+        return cls.cases(exact=exact, telling=world_size != cls.world_sizes[0])
 
     @classmethod
     def cases(

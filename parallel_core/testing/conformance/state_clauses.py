@@ -134,7 +134,7 @@ class StateClauses(Declaration):
                     found += differences(bare.state_dict(), expected, where=kind)
             return found
 
-        assert problems(ranks(for_each, self.cases(), work)) == []
+        assert problems(ranks(for_each, self.cases(telling=True), work)) == []
 
     def test_state_moves_to_another_number_of_ranks(self, ranks: Ranks) -> None:
         """A `full` dict saved by some ranks loads on more and on fewer, as the same bits."""

@@ -31,7 +31,7 @@ class TrainingClauses(Declaration):
     def test_trains_as_one_process_does(self, ranks: Ranks, world_size: int) -> None:
         """Ten steps of AdamW give one process's losses and weights on the same batches, within 1e-5."""
         self.needs(Capability.SAME_LOSSES)
-        cases = self.cases(exact=True)
+        cases = self.cases_on(world_size, exact=True)
         (expected,) = ranks(for_each, dict.fromkeys(cases), trained, world_size=1, process_group=False)
         found = ranks(for_each, cases, trained, world_size=world_size)
         for case, (losses, weights) in expected.items():
@@ -63,7 +63,7 @@ class TrainingClauses(Declaration):
             run.train(range(4))
             return collective.differing_tensors(held_whole(run))
 
-        assert problems(ranks(for_each, self.cases(training=True), work)) == []
+        assert problems(ranks(for_each, self.cases(training=True, telling=True), work)) == []
 
     def test_clips_by_the_norm_of_the_whole_model(self, ranks: Ranks, world_size: int) -> None:
         """The norm is that of one process over the whole model, the same plain tensor on every rank, and it is kept."""
