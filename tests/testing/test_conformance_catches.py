@@ -12,6 +12,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from parallel_core.hookspecs import ENTRY_POINT_GROUP
+from parallel_core.testing.conformance import StrategyConformance
 from tests.commands import SUITE_LIMIT, clean_environment
 
 MODULE = "broken_strategies"
@@ -166,3 +167,8 @@ def test_a_broken_strategy_fails_what_it_breaks_and_what_follows_and_no_more(res
     expected = {fault.breaks, *fault.follows}
     unexpected = [f"{clause}: {message}" for clause, message in failed.items() if clause not in expected]
     assert failed.keys() == expected, "\n\n".join(unexpected)
+
+
+def test_options_under_the_names_of_a_config_file_are_refused_where_they_are_declared() -> None:
+    with pytest.raises(TypeError, match=r"without the strategy's prefix, found \['sound_twice'\]"):
+        type("TestSound", (StrategyConformance,), {"strategy": "sound", "options": {"sound_twice": True}})

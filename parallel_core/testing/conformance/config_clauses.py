@@ -21,8 +21,9 @@ class ConfigClauses(Declaration):
 
     def test_is_registered(self) -> None:
         """The strategy is found by its name, in one distribution, and keeps the contract of the hooks."""
-        found = [entry for entry in available_strategies() if entry.name == self.strategy]
-        assert [entry.error for entry in found] == [None]
+        found = {entry.name: entry.error for entry in available_strategies()}
+        assert self.strategy in found, f"no strategy {self.strategy!r} is installed: there are {', '.join(found)}"
+        assert found[self.strategy] is None
 
     def test_settings_have_defaults(self) -> None:
         """The strategy's name alone is a valid config, which can be hashed, compared and pickled."""

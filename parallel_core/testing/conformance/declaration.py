@@ -51,6 +51,12 @@ class Declaration:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        prefix = f"{getattr(cls, 'strategy', '')}_"
+        prefixed = [
+            name for names in (cls.options, *cls.options_for.values()) for name in names if name.startswith(prefix)
+        ]
+        if prefixed:
+            raise TypeError(f"{cls.__name__}: options are written without the strategy's prefix, found {prefixed}")
         unknown = sorted({*cls.options_for, *cls.refuses} - set(CASES))
         if unknown:
             raise TypeError(f"{cls.__name__}: expected names of cases, found {unknown}; cases are {', '.join(CASES)}")

@@ -181,7 +181,9 @@ class WrapClauses(Declaration):
             return [sum(local(parameter).numel() for parameter in wrapped.parameters()), total, len(units)]
 
         held = ranks(work, world_size=world_size)
-        assert sum(own for own, _, _ in held) == held[0][1]
+        shares = [own for own, _, _ in held]
+        advice = "if every rank is meant to hold the whole model, declare it: lacks = {Capability.SHARDING: reason}"
+        assert sum(shares) == held[0][1], f"the ranks hold {shares} of {held[0][1]} parameters; {advice}"
         for own, total, units in held:
             assert units > 0
             # A unit is cut into equal pieces, or along the rows of each of its eight parameters of at most twelve.
