@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_core import ranks
 from parallel_core.errors import WrapError
-from parallel_core.meta_model import own_meta_tensors, registered, reset_method
-from parallel_core.names import bare_names
+from parallel_core.meta_model import each_meta_tensor, own_meta_tensors, registered, reset_method
 from parallel_core.state_dicts import named
 from parallel_core.tensors import is_dtensor
 
@@ -43,17 +42,12 @@ class MetaStart:
     ) -> None:
         self.loads = loaded is not None
         self.wrap_model = wrap_model
-        bare = bare_names(model)
         self._path_of = {module: path for path, module in model.named_modules()}
         # All that is on the meta device without a state dict; with one, what that lacks.
-        self._to_value = {
-            module: {
-                name
-                for name, _ in own_meta_tensors(module)
-                if loaded is None or bare(f"{path}.{name}" if path else name) not in loaded
-            }
-            for path, module in model.named_modules()
-        }
+        self._to_value: dict[nn.Module, set[str]] = {}
+        for module, own, name, _ in each_meta_tensor(model):
+            if loaded is None or name not in loaded:
+                self._to_value.setdefault(module, set()).add(own)
         tensors = [tensor for part in self._path_of for kind in registered(part) for tensor in kind.values()]
         self._places = Counter(id(tensor) for tensor in tensors if tensor is not None and tensor.is_meta)
         self._shared: dict[int, torch.Tensor] = {}
@@ -79,20 +73,24 @@ class MetaStart:
         Raises:
             WrapError: a module did not give a value to every tensor that it has to.
         """
-        done: dict[nn.Module, nn.Module] = {}
+        return self._finish(model, finished, {})
 
-        def visit(module: nn.Module) -> nn.Module:
-            if module not in done:
-                for name, child in list(module._modules.items()):
-                    if child is not None and (answer := visit(child)) is not child:
-                        setattr(module, name, answer)
-                self._start(module)
-                answer = done[module] = finished(module)
-                if answer is not module:
-                    self._handed_over.update(id(parameter) for parameter in answer.parameters())
-            return done[module]
-
-        return visit(model)
+    def _finish(
+        self,
+        module: nn.Module,
+        finished: Callable[[nn.Module], nn.Module],
+        done: dict[nn.Module, nn.Module],
+    ) -> nn.Module:
+        """Start a module and all below it, the innermost first; return what `finished` makes of it."""
+        if module not in done:
+            for name, child in list(module._modules.items()):
+                if child is not None and (answer := self._finish(child, finished, done)) is not child:
+                    setattr(module, name, answer)
+            self._start(module)
+            answer = done[module] = finished(module)
+            if answer is not module:
+                self._handed_over.update(id(parameter) for parameter in answer.parameters())
+        return done[module]
 
     def _start(self, module: nn.Module) -> None:
         """Make the tensors of one module, and let it give them values."""

@@ -17,12 +17,15 @@ def meta_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Attributes are tensors that a module keeps without registering them; nothing but the module itself can make those.
     """
+    return {name: tensor for _, _, name, tensor in each_meta_tensor(model)}
+
+
+def each_meta_tensor(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
+    """Yield what `meta_tensors` returns: the module that owns a tensor, its name there, its bare name, the tensor."""
     bare = bare_names(model)
-    return {
-        bare(f"{path}.{name}" if path else name): tensor
-        for path, module in model.named_modules()
-        for name, tensor in own_meta_tensors(module)
-    }
+    for path, module in model.named_modules():
+        for name, tensor in own_meta_tensors(module):
+            yield module, name, bare(f"{path}.{name}" if path else name), tensor
 
 
 def check_start(model: nn.Module, loaded: Collection[str] | None) -> None:
@@ -35,12 +38,11 @@ def check_start(model: nn.Module, loaded: Collection[str] | None) -> None:
     Raises:
         WrapError: it names those tensors.
     """
-    bare = bare_names(model)
-    stranded: dict[str, str] = {}
-    for path, module in model.named_modules():
-        if reset_method(module) is None:
-            names = [bare(f"{path}.{name}" if path else name) for name, _ in own_meta_tensors(module)]
-            stranded |= {name: type(module).__name__ for name in names if loaded is None or name not in loaded}
+    stranded = {
+        name: type(module).__name__
+        for module, _, name, _ in each_meta_tensor(model)
+        if reset_method(module) is None and (loaded is None or name not in loaded)
+    }
     if stranded:
         kinds = ", ".join(dict.fromkeys(stranded.values()))
         advice = "pass a state dict" if loaded is None else "make it persistent, so that the state dict has it"

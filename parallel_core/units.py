@@ -188,14 +188,15 @@ def _holding_test(model: nn.Module) -> Callable[[nn.Module, Iterable[nn.Paramete
         place, *others = module_names[module]
         return (
             not others
-            and _has_forward(module)
+            and has_forward(module)
             and all(name.startswith(f"{place}.") for parameter in parameters for name in parameter_names[parameter])
         )
 
     return can_hold
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called as a whole, as a container can't."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from parallel_core import ConfigError, sharding
+from parallel_core import ConfigError, sharding, sharding_checks
 from parallel_core.sharding_config import ShardingConfig
 from parallel_core.testing.models import CASES
 
 
 def problems(model: nn.Module, *, one_dtype: bool = True, **settings: Any) -> list[str]:
     config = ShardingConfig(**settings)
-    return list(sharding.problems(model, config, torch.device("cpu"), "mine", one_dtype=one_dtype))
+    return list(sharding_checks.problems(model, config, torch.device("cpu"), "mine", one_dtype=one_dtype))
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name not in ("scalar_parameter", "mixed_dtypes")])

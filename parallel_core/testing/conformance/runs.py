@@ -83,9 +83,9 @@ class Run:
             loss.backward()
         return loss.item()
 
-    def step(self, seed: int, *, model: nn.Module | None = None) -> float:
+    def step(self, seed: int) -> float:
         """Train on this rank's share of a batch; return the share's loss before the step."""
-        loss = self.backward(seed, model=model)
+        loss = self.backward(seed)
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -104,6 +104,26 @@ class Run:
     def local(self) -> dict[str, Any]:
         """Return copies of what this rank holds, by name."""
         return copied(parallel_core.model_state_dict(self.model, "sharded"))
+
+
+def trained_and_reloaded(case: str, config: DistributedConfig | None) -> list[Any]:
+    """Train for three steps; under a strategy, save and load state of both kinds.
+
+    Returns:
+        The losses; the weights; where they differ after all of that; the optimizer's state after it.
+    """
+    run = Run(case, config)
+    losses = run.train(range(3))
+    run.model(run.case.batch(seed=9)[0])  # some ways to shard leave parameters whole after a forward
+    assert run.optimizer is not None
+    weights = run.full()
+    for kind in KINDS if config else ():
+        state = parallel_core.optimizer_state_dict(run.model, run.optimizer, kind)
+        values = parallel_core.model_state_dict(run.model, kind)
+        parallel_core.load_optimizer_state_dict(run.model, run.optimizer, state, kind)
+        parallel_core.load_model_state_dict(run.model, values, kind)
+    again = parallel_core.optimizer_state_dict(run.model, run.optimizer)
+    return [losses, weights, differences(run.full(), weights), again]
 
 
 def copied(state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from parallel_core import ranks, sharding
+from parallel_core import sharding, sharding_checks
 from parallel_core.meta import MetaStart
-from parallel_core.recomputation import recompute_units
 from parallel_core_fsdp import FSDPConfig, abandoned
 
 logger = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ STRATEGIES = {
 def problems(model: nn.Module, config: FSDPConfig, device: torch.device) -> Iterator[str]:
     """Yield what would make the wrap, or the first step, fail; FSDP1 itself finds it with half of the model wrapped."""
     # A unit's parameters become one flat tensor, of one dtype.
-    yield from sharding.problems(model, config, device, "fsdp", empty=False)
+    yield from sharding_checks.problems(model, config, device, "fsdp", empty=False)
 
 
 def wrap(model: nn.Module, config: FSDPConfig, device: torch.device) -> FullyShardedDataParallel:
@@ -40,17 +39,18 @@ def wrap(model: nn.Module, config: FSDPConfig, device: torch.device) -> FullySha
     # On an accelerator FSDP1 takes rank 0's values itself, unit by unit; on the CPU it refuses to.
     syncs_itself = config.sync_module_states and device.type != "cpu"
     if not syncs_itself:
-        _start_alike({**dict(model.named_parameters()), **dict(model.named_buffers())}, config)
+        sharding.start_alike({**dict(model.named_parameters()), **dict(model.named_buffers())}, config, "fsdp")
     chosen = _chosen(model, config)
 
     def policy(module: nn.Module) -> bool | dict[str, Any]:
-        return {"mixed_precision": chosen[module].precision} if module in chosen else False
+        is_unit = module in chosen and module is not model
+        return {"mixed_precision": _mixed_precision(*chosen[module].dtypes)} if is_unit else False
 
     wrapped = FullyShardedDataParallel(
         model,
         **_arguments(config, device),
         auto_wrap_policy=CustomPolicy(policy),
-        mixed_precision=_mixed_precision(*sharding.dtypes(config)),
+        mixed_precision=_mixed_precision(*chosen[model].dtypes),
         sync_module_states=syncs_itself,
     )
     return _watched(wrapped, config)
@@ -65,43 +65,30 @@ def wrap_meta(model: nn.Module, config: FSDPConfig, device: torch.device, start:
     Raises:
         WrapError: the values differ between ranks and `sync_module_states` is off.
     """
-    root = _Chosen("", _mixed_precision(*sharding.dtypes(config)))
-    chosen = {**_chosen(model, config), model: root}
+    chosen = _chosen(model, config)
     arguments = _arguments(config, device)
 
     def finished(module: nn.Module) -> nn.Module:
         if module not in chosen:
             return module
         unit = chosen[module]
-        _start_alike(sharding.values_of_unit(module, unit.name, FullyShardedDataParallel, loads=start.loads), config)
-        return FullyShardedDataParallel(module, **arguments, mixed_precision=unit.precision)
+        values = sharding.values_of_unit(module, unit.name, FullyShardedDataParallel, loads=start.loads)
+        sharding.start_alike(values, config, "fsdp")
+        return FullyShardedDataParallel(module, **arguments, mixed_precision=_mixed_precision(*unit.dtypes))
 
     wrapped = start.materialise(model, finished)
     assert isinstance(wrapped, FullyShardedDataParallel)  # what `finished` makes of the model
     return _watched(wrapped, config)
 
 
-class _Chosen(NamedTuple):
-    """What is chosen for a unit: its name in the bare model, and what it is cast to."""
-
-    name: str
-    precision: MixedPrecision | None
-
-
-def _chosen(model: nn.Module, config: FSDPConfig) -> dict[nn.Module, _Chosen]:
-    """Return the modules that become units; warn where there are none. They are put into wrappers that recompute."""
-    units = sharding.plan(model, config)
-    if not units and ranks.rank() == 0 and next(model.parameters(), None) is not None:
-        logger.warning(sharding.no_units_warning(model, config, "fsdp"))
-    cast = _mixed_precision(*sharding.dtypes(config))
-    # What is not cast is not reduced in a lower dtype either, unless that was asked for by itself. BatchNorm would be
-    # left uncast behind the plan's back; the plan has made it a unit already.
-    uncast = _mixed_precision(None, None if config.reduce_precision is None else sharding.dtypes(config)[1])
-    chosen = [_Chosen(unit.name, uncast if sharding.stays_uncast(unit.module, config) else cast) for unit in units]
-    modules = recompute_units(model, units) if config.activation_checkpointing else [unit.module for unit in units]
-    for module in (*modules, model):
+def _chosen(model: nn.Module, config: FSDPConfig) -> dict[nn.Module, sharding.ChosenUnit]:
+    """Return what becomes a unit, the model last: all that FSDP1 is called for."""
+    # BatchNorm would be left uncast behind the plan's back; the plan has made it a unit already.
+    units = sharding.chosen_units(model, config, "fsdp", logger)
+    chosen = {**units, model: sharding.ChosenUnit("", sharding.dtypes(config))}
+    for module in chosen:
         sharding.return_no_views(module)
-    return dict(zip(modules, chosen, strict=True))
+    return chosen
 
 
 def _arguments(config: FSDPConfig, device: torch.device) -> dict[str, Any]:
@@ -114,10 +101,6 @@ def _arguments(config: FSDPConfig, device: torch.device) -> dict[str, Any]:
         "cpu_offload": CPUOffload(offload_params=True) if config.cpu_offload else None,
         "use_orig_params": True,
     }
-
-
-def _start_alike(tensors: dict[str, torch.Tensor], config: FSDPConfig) -> None:
-    ranks.start_alike(tensors, broadcast=config.sync_module_states, field="fsdp_sync_module_states")
 
 
 def _watched(wrapped: FullyShardedDataParallel, config: FSDPConfig) -> FullyShardedDataParallel:

@@ -14,7 +14,7 @@ import parallel_core
 from parallel_core import ConfigError, DistributedConfig, WrapError
 from parallel_core import ranks as collective
 from parallel_core.testing import Ranks
-from parallel_core.testing.conformance.runs import KINDS, Run, differences
+from parallel_core.testing.conformance.runs import Run, differences, for_each, trained_and_reloaded
 from parallel_core.testing.models import CASES
 
 
@@ -119,25 +119,9 @@ def test_it_trains_as_one_process_does_and_its_state_comes_back(
 ) -> None:
     cases = ("blocks", "language_model", "small_parameters", "adapter")
 
-    def work(config: DistributedConfig | None) -> dict[str, Any]:
-        found = {}
-        for case in cases:
-            run = Run(case, config)
-            losses = run.train(range(3))
-            run.model(run.case.batch(seed=9)[0])  # leaves parameters whole under grad_op
-            assert run.optimizer is not None
-            weights = run.full()
-            for kind in KINDS if config else ():
-                state = parallel_core.optimizer_state_dict(run.model, run.optimizer, kind)
-                values = parallel_core.model_state_dict(run.model, kind)
-                parallel_core.load_optimizer_state_dict(run.model, run.optimizer, state, kind)
-                parallel_core.load_model_state_dict(run.model, values, kind)
-            found[case] = [losses, weights, differences(run.full(), weights)]
-            found[case].append(parallel_core.optimizer_state_dict(run.model, run.optimizer))
-        return found
-
-    (expected,) = ranks(work, None, world_size=1, process_group=False)
-    found = ranks(work, config(**settings), world_size=world_size)
+    alone, together = dict.fromkeys(cases), dict.fromkeys(cases, config(**settings))
+    (expected,) = ranks(for_each, alone, trained_and_reloaded, world_size=1, process_group=False)
+    found = ranks(for_each, together, trained_and_reloaded, world_size=world_size)
     for case, (losses, weights, _, state) in expected.items():
         for by_case in found:
             assert by_case[case][0] == pytest.approx(losses, abs=1e-5), case
