@@ -240,8 +240,13 @@ def test_an_optimizer_that_was_given_names_keeps_them() -> None:
 
 def test_the_state_of_named_parameters_loads_into_plain_ones_and_back() -> None:
     named, plain = trained(OPTIMIZERS["AdamW, named parameters"]), trained(OPTIMIZERS["AdamW"])
+    expected = optimizer_state_dict(*named)["state"]
     load_optimizer_state_dict(*plain, optimizer_state_dict(*named))
     load_optimizer_state_dict(*named, optimizer_state_dict(*plain))
+    found = optimizer_state_dict(*named)["state"]
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert all(torch.equal(found[name][key], value) for key, value in values.items()), name
 
 
 @pytest.mark.parametrize(

@@ -141,13 +141,13 @@ def refused_models(on_ranks: OnRanks, make: Callable[[], nn.Module], world_size:
     def work() -> None:
         model = make()
         modules = [(name, type(module)) for name, module in model.named_modules()]
-        tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}  # noqa: C416
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         attributes = sorted(vars(model))
         try:
             wrap_model_for_training(model, config_of())
         finally:
             assert modules == [(name, type(module)) for name, module in model.named_modules()]
-            now = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}  # noqa: C416
+            now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             assert tensors.keys() == now.keys()
             assert all(tensors[name] is now[name] for name in tensors)
             assert attributes == sorted(vars(model))
@@ -442,7 +442,7 @@ def test_a_model_with_a_wrapped_part_is_refused(on_ranks: OnRanks, *, in_place: 
 
 
 def test_what_is_no_module_is_refused(on_ranks: OnRanks) -> None:
-    assert refused(on_ranks, lambda: wrap_model_for_training({}, config_of())) == (  # type: ignore[arg-type]
+    assert refused(on_ranks, lambda: wrap_model_for_training({}, config_of())) == (  # type: ignore[arg-type]  # the wrong type is the point
         "WrapError",
         "expected a torch.nn.Module to wrap, found dict",
     )

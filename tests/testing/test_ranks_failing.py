@@ -215,7 +215,7 @@ def test_a_worker_that_died_between_calls_is_replaced(ranks: Ranks) -> None:
 def test_what_a_function_leaves_behind_fails_the_call(ranks: Ranks) -> None:
     def work() -> int:
         if os.environ["RANK"] == "0":
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # not in __all__
             return subprocess.Popen(["sleep", "60"]).pid
         torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(False)

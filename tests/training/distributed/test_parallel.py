@@ -256,7 +256,7 @@ def train(config: DistributedConfig, steps: int = 3) -> dict[str, Tensor]:
     """Train as a script does, in which nothing names a strategy."""
     with process_group(config) as group:
         model = model_of()
-        model = wrap_model_for_training(model, config, device=group.device) or model.to(group.device)  # type: ignore[assignment]
+        model = wrap_model_for_training(model, config, device=group.device) or model.to(group.device)  # type: ignore[assignment]  # as users do
         optimizer = wrap_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.1))
         scaler = grad_scaler(model)
         assert data_parallel(model) == (0, 1)
