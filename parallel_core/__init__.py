@@ -31,9 +31,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from parallel_core.checkpoint.background import CheckpointSave
+    from parallel_core.checkpoint.listing import latest_checkpoint
+    from parallel_core.checkpoint.loading import LoadedCheckpoint, load_checkpoint
+    from parallel_core.checkpoint.saving import save_checkpoint
     from parallel_core.config import DistributedConfig, load_config
     from parallel_core.distributed import process_group
     from parallel_core.errors import (
+        CheckpointError,
         ConfigError,
         ParallelCoreError,
         ProcessGroupError,
@@ -65,9 +70,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "checkpoint.background": ("CheckpointSave",),
+    "checkpoint.listing": ("latest_checkpoint",),
+    "checkpoint.loading": ("LoadedCheckpoint", "load_checkpoint"),
+    "checkpoint.saving": ("save_checkpoint",),
     "config": ("DistributedConfig", "load_config"),
     "distributed": ("process_group",),
     "errors": (
+        "CheckpointError",
         "ConfigError",
         "ParallelCoreError",
         "ProcessGroupError",
@@ -115,6 +125,11 @@ __all__ = [  # noqa: RUF022  # in the order of a training script, then of a stra
     "IncompatibleKeys",
     "optimizer_state_dict",
     "load_optimizer_state_dict",
+    "save_checkpoint",
+    "CheckpointSave",
+    "load_checkpoint",
+    "LoadedCheckpoint",
+    "latest_checkpoint",
     "StateDictType",
     "StrategyConfig",
     "hookimpl",
@@ -125,6 +140,7 @@ __all__ = [  # noqa: RUF022  # in the order of a training script, then of a stra
     "StrategyError",
     "WrapError",
     "StateDictError",
+    "CheckpointError",
     "ProcessGroupError",
     "RankError",
 ]

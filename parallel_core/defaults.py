@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from parallel_core.local_shards import LocalShard
     from parallel_core.meta import MetaStart
     from parallel_core.units import Unit
 
@@ -105,6 +106,15 @@ def load_optimizer_state_dict(
         for name, entries in state_dict["state"].items()
     }
     load_named_state(optimizer, parameters, state, state_dict["param_groups"])
+
+
+@hookimpl
+def local_shards(model: nn.Module) -> dict[str, LocalShard]:
+    from parallel_core.local_shards import LocalShard
+    from parallel_core.record import bare_state, inner_module, spec_of
+
+    state = bare_state(inner_module(model))
+    return {name: LocalShard.of(value) for name, value in state.items() if spec_of(name, value) is not None}
 
 
 @hookimpl

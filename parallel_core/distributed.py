@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from parallel_core.config import DistributedConfig
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+_before_the_end: list[Callable[[], None]] = []
+
+
+def before_the_end(function: Callable[[], None]) -> None:
+    """Have a function called on every rank before a process group that `process_group` made is destroyed."""
+    if function not in _before_the_end:
+        _before_the_end.append(function)
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,8 @@ def process_group(config: DistributedConfig) -> Iterator[Group]:
         yield Group(ranks.rank(), int(os.environ.get("LOCAL_RANK", "0")), ranks.world_size(), local_device(config))
     finally:
         if made_here and dist.is_initialized():
+            for function in _before_the_end:
+                function()
             # A thread of gloo lets go of its last work when it next gets the interpreter. A DDP module that is freed
             # after the group has ended, and before that thread was served, waits for it for ever (torch 2.13).
             time.sleep(0.05)

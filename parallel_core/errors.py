@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "ParallelCoreError",
     "ProcessGroupError",
@@ -47,6 +48,10 @@ class WrapError(ParallelCoreError):
 
 class StateDictError(ParallelCoreError):
     """A state dict does not fit the model or the optimizer; nothing has been loaded."""
+
+
+class CheckpointError(ParallelCoreError):
+    """A checkpoint can't be saved, is not whole, or does not fit; the same error on every rank."""
 
 
 class ProcessGroupError(ParallelCoreError):

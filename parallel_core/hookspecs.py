@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from parallel_core.local_shards import LocalShard
     from parallel_core.meta import MetaStart
     from parallel_core.strategy_config import StrategyConfig
     from parallel_core.units import Unit
@@ -179,6 +180,21 @@ def load_optimizer_state_dict(
 
     When: after the verb has checked names and shapes and all ranks have agreed. `state_dict` is as
     `load_model_state_dict` has it: the same structure on every rank, meta tensors off rank 0 under `full`.
+    """
+
+
+@hookspec(firstresult=True)
+def local_shards(model: nn.Module) -> dict[str, LocalShard]:
+    """Return what this rank holds of each parameter and persistent buffer, as memory to read from and to write to.
+
+    When: to save or load a checkpoint, between two steps. The optimizer's state for a parameter is taken to lie as the
+    parameter does.
+    Must: return an entry for every name of the bare model's state dict but extra states, a tied parameter's under each
+    of its names; every element of a tensor must be on some rank, and where several have it, with the same value.
+    Must not: gather tensors or copy them: what is written to a shard has to reach the model.
+    Returns: a dict of `parallel_core.local_shards.LocalShard`. By default plain tensors are whole, and DTensors are in
+    shards. A strategy that answers a state-dict hook and leaves this one out is saved and loaded through the
+    state-dict hooks, under `sharded`.
     """
 
 

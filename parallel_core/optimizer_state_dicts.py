@@ -52,7 +52,9 @@ def check_optimizer_state_dict(
 
 
 def _judge(layout: Layout, groups: Groups, state_dict: Any, state_dict_type: StateDictType) -> Verdict:
-    found = list(_problems(layout, groups, state_dict, state_dict_type))
+    found = list(optimizer_problems(layout, groups, state_dict))
+    if not found:
+        found = list(_tensor_problems(layout, state_dict["state"], state_dict_type))
     if found:
         return Verdict([], [], found)
     entries = [
@@ -61,8 +63,11 @@ def _judge(layout: Layout, groups: Groups, state_dict: Any, state_dict_type: Sta
     return Verdict([], [], [], entries_number(sorted(entries), state_dict_type))
 
 
-def _problems(layout: Layout, groups: Groups, state_dict: Any, state_dict_type: StateDictType) -> Iterator[str]:
-    """Yield what is wrong with the state dict of this rank, a line each."""
+def optimizer_problems(layout: Layout, groups: Groups, state_dict: Any) -> Iterator[str]:
+    """Yield what keeps a state dict from being that of an optimizer with these groups, a line each.
+
+    The tensors in it are not looked at.
+    """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         keys = f" with {sorted(map(str, state_dict))}" if isinstance(state_dict, Mapping) else ""
         yield f"expected a dict with 'state' and 'param_groups', found {describe(state_dict)}{keys}"
@@ -81,11 +86,6 @@ def _problems(layout: Layout, groups: Groups, state_dict: Any, state_dict_type: 
     if unknown:
         yield named("state of parameters that the model lacks", unknown)
     yield from _group_problems(groups, saved)
-    for name, values in state.items():
-        if name in layout.parameters:
-            for key, value in values.items():
-                if isinstance(value, torch.Tensor):
-                    yield from _tensor_problems(f"{name!r}, {key!r}", value, _spec(layout, name), state_dict_type)
 
 
 def _group_problems(own: Groups, saved: Groups) -> Iterator[str]:
@@ -105,14 +105,29 @@ def _group_problems(own: Groups, saved: Groups) -> Iterator[str]:
 
 
 def _tensor_problems(
-    where: str, value: torch.Tensor, spec: TensorSpec, state_dict_type: StateDictType
+    layout: Layout, state: Mapping[str, Mapping[str, Any]], state_dict_type: StateDictType
 ) -> Iterator[str]:
-    if is_dtensor(value) and state_dict_type is StateDictType.FULL:
-        yield f"{where}: found a DTensor in a full state dict; pass state_dict_type='sharded'"
-    elif value.is_meta:
-        yield f"{where}: found a tensor on the meta device, which has no values"
-    elif value.dim() == len(spec.shape) and value.dim() > 0 and tuple(value.shape) != spec.shape:
-        yield f"{where}: wrong shape: the model's parameter is {spec}, the state {describe(value)}"
+    # L-BFGS keeps all that it has, about all parameters laid end to end, under the first of them.
+    is_per_parameter = len(state) > 1 or len(layout.parameters) == 1
+    for name, values in state.items():
+        spec = _spec(layout, name)
+        for key, value in values.items():
+            where = f"{name!r}, {key!r}"
+            if not isinstance(value, torch.Tensor):
+                continue
+            if is_dtensor(value) and state_dict_type is StateDictType.FULL:
+                yield f"{where}: found a DTensor in a full state dict; pass state_dict_type='sharded'"
+            elif value.is_meta:
+                yield f"{where}: found a tensor on the meta device, which has no values"
+            elif is_per_parameter and not _fits(tuple(value.shape), spec.shape):
+                yield f"{where}: wrong shape: the model's parameter is {spec}, the state {describe(value)}"
+
+
+def _fits(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
+    """Tell whether a value of this shape may belong to a parameter: one per element, or a mean over dimensions."""
+    if len(shape) != len(parameter):
+        return True
+    return all(size in (1, expected) for size, expected in zip(shape, parameter, strict=True))
 
 
 def _spec(layout: Layout, name: str) -> TensorSpec:

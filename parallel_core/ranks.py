@@ -1,7 +1,8 @@
 """What ranks do together: agree on errors, compare values and hand them on.
 
-For strategy authors too. Every function here is a collective over the default process group: call it on every rank at
-the same point. Without a process group each of them is the plain answer of a world of one.
+For strategy authors too. Every function here is a collective over the default process group, or over another one of
+all ranks where it takes one: call it on every rank at the same point. Without a process group each of them is the plain
+answer of a world of one.
 """
 
 from __future__ import annotations
@@ -40,32 +41,33 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def all_gather(value: Any) -> list[Any]:
+def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return every rank's value, by rank. The values are pickled: small ones only, never tensors."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
 
 
-def broadcast(value: Any) -> Any:
+def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Return rank 0's value on every rank; what the other ranks pass is ignored. Pickled, as in `all_gather`."""
     if world_size() == 1:
         return value
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    dist.broadcast_object_list(values, src=0, group=group)
     return values[0]
 
 
 @contextmanager
-def agreement(kind: type[ParallelCoreError] = RankError) -> Iterator[None]:
+def agreement(kind: type[ParallelCoreError] = RankError, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run the block on every rank; if it fails on any of them, raise one and the same error on all.
 
     The block must not contain a collective that a failing rank would miss.
 
     Args:
         kind: the class of the error raised for a failure that is not an error of parallel_core.
+        group: the process group of all ranks to agree through; by default the default one.
 
     Raises:
         ParallelCoreError: the block failed somewhere; see `agree`.
@@ -75,10 +77,12 @@ def agreement(kind: type[ParallelCoreError] = RankError) -> Iterator[None]:
         yield
     except Exception as error:
         caught = error
-    agree(caught, kind)
+    agree(caught, kind, group)
 
 
-def agree(error: Exception | None, kind: type[ParallelCoreError] = RankError) -> None:
+def agree(
+    error: Exception | None, kind: type[ParallelCoreError] = RankError, group: dist.ProcessGroup | None = None
+) -> None:
     """Raise the same error on every rank if any rank has one; return if none has.
 
     The message names the ranks that failed, unless all of them failed in the same way. On a rank that failed, its own
@@ -87,6 +91,7 @@ def agree(error: Exception | None, kind: type[ParallelCoreError] = RankError) ->
     Args:
         error: what went wrong on this rank, or None.
         kind: the class raised for an error that is not one of parallel_core; its message then names the original class.
+        group: as for `agreement`.
     """
     mine: tuple[type[ParallelCoreError], str] | None = None
     if isinstance(error, ParallelCoreError):
@@ -94,7 +99,7 @@ def agree(error: Exception | None, kind: type[ParallelCoreError] = RankError) ->
         mine = (next(found for found in type(error).__mro__ if found.__module__ == errors.__name__), str(error))
     elif error is not None:
         mine = (kind, f"{type(error).__name__}: {error}")
-    verdicts = all_gather(mine)
+    verdicts = all_gather(mine, group)
     failed = {index: verdict for index, verdict in enumerate(verdicts) if verdict is not None}
     if not failed:
         return

@@ -23,10 +23,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from parallel_core.local_shards import LocalShard
     from parallel_core.meta import MetaStart
     from parallel_core.units import Unit
 
 T = TypeVar("T")
+
+STATE_DICT_HOOKS = ("model_state_dict", "load_model_state_dict", "optimizer_state_dict", "load_optimizer_state_dict")
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,14 @@ class Strategy:
             model=model, optimizer=optimizer, state_dict=state_dict, state_dict_type=state_dict_type
         )
 
+    def local_shards(self, model: nn.Module) -> dict[str, LocalShard]:
+        return self._expect(dict, "local_shards", self._hooks.local_shards(model=model))
+
+    @property
+    def has_local_shards(self) -> bool:
+        """Whether `local_shards` tells how this strategy's tensors lie: it answers that, or leaves all state to us."""
+        return self._answers("local_shards") or not any(map(self._answers, STATE_DICT_HOOKS))
+
     def clip_grad_norm(self, model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
         from torch import Tensor
 
@@ -206,6 +217,10 @@ class Strategy:
             raise
         except Exception as error:
             raise WrapError(f"strategy {self} failed to {what}: {type(error).__name__}: {error}") from error
+
+    def _answers(self, hook: str) -> bool:
+        implementations = getattr(self._hooks, hook).get_hookimpls()
+        return any(each.plugin_name == self.name for each in implementations)
 
     def _expect(self, kind: type[T], hook: str, answer: object) -> T:
         if isinstance(answer, kind):

@@ -30,6 +30,7 @@ ORDER = [
     ["sharding_checks"],
     ["record"],
     ["tensors"],
+    ["local_shards"],
     ["registry", "defaults"],
     ["binding"],
     ["strategy"],
@@ -44,6 +45,7 @@ ORDER = [
     ["optimizer_state_dicts"],
     ["wrapping"],
     ["distributed", "training", "saving"],
+    ["checkpoint"],
     ["__init__"],  # what users import; those below are written against it, as a user would
     ["skeleton"],
     ["cli"],
@@ -53,6 +55,7 @@ LEVELS = {module: level for level, modules in enumerate(ORDER) for module in mod
 
 # What a strategy may use of the core: its public names, and all that has no leading underscore in these modules.
 FOR_STRATEGY_AUTHORS = {
+    "local_shards",
     "meta",
     "names",
     "optimizer_state",

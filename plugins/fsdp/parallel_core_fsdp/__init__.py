@@ -1,7 +1,7 @@
 """The strategy `fsdp`: parameters, gradients and optimizer state in shards, by `FullyShardedDataParallel` (FSDP1).
 
-This module holds the settings and the hooks; `wrapping` makes the wrapped model, `model_state` and `optimizer_state`
-read and load it, a unit or a parameter at a time.
+This module holds the settings and the hooks; `wrapping` makes the wrapped model; `model_state` and `optimizer_state`
+read and load it, a unit or a parameter at a time; `pieces` tells which part of each parameter a rank has.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from parallel_core.local_shards import LocalShard
     from parallel_core.meta import MetaStart
     from parallel_core.units import Unit
 
@@ -96,6 +97,13 @@ def load_optimizer_state_dict(
     from parallel_core_fsdp import optimizer_state
 
     optimizer_state.load(model, optimizer, state_dict, state_dict_type)
+
+
+@hookimpl
+def local_shards(model: nn.Module) -> dict[str, LocalShard]:
+    from parallel_core_fsdp import pieces
+
+    return pieces.local_shards(model)
 
 
 @hookimpl

@@ -30,7 +30,7 @@ def read(model: nn.Module, state_dict_type: StateDictType) -> dict[str, Any]:
         else:
             # A copy for each name: tensors that share memory can't be saved as safetensors.
             entries |= {name: tensors.snapshot(parameter) for name in names}
-    for name, buffer in _buffers(model):
+    for name, buffer in buffers(model):
         entries[name] = tensors.entry(buffer, state_dict_type)
     for name, module in _modules_with_extra_state(model):
         entries[name] = tensors.entry(module.get_extra_state(), state_dict_type)
@@ -45,7 +45,7 @@ def load(model: nn.Module, state_dict: dict[str, Any], state_dict_type: StateDic
             if name in state_dict:
                 tensors.assign(parameter, state_dict[name], state_dict_type)
                 break
-    for name, buffer in _buffers(model):
+    for name, buffer in buffers(model):
         if name in state_dict:
             tensors.assign(buffer, state_dict[name], state_dict_type)
     for name, module in _modules_with_extra_state(model):
@@ -84,7 +84,8 @@ def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
             yield from _own_parameters(child)
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the persistent buffers with their bare names."""
     for _, path, module in bare_modules(model, is_wrapper):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

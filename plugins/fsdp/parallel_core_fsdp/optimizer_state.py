@@ -1,9 +1,4 @@
-"""The optimizer's state dicts, gathered and cut parameter by parameter.
-
-With `use_orig_params` a parameter is, on each rank, the piece of it that fell into this rank's part of the unit: flat,
-and empty on a rank that holds none of it. The pieces lie in rank order, so the whole parameter is what one gets by
-laying them end to end; the optimizer's state for it lies in the same way. Under `sharding = "hybrid"` each group of
-ranks has all the pieces of a whole.
+"""The optimizer's state dicts, gathered and cut parameter by parameter: it lies in pieces as the parameters do.
 
 torch's own `optim_state_dict` is not used: it steps an optimizer that has no state yet.
 """
@@ -11,18 +6,17 @@ torch's own `optim_state_dict` is not used: it steps an optimizer that has no st
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from parallel_core import StateDictError, StateDictType, ranks, tensors
 from parallel_core.optimizer_state import load_named_state, named_groups
 from parallel_core.record import bare_parameters, bare_shapes
 from parallel_core_fsdp.model_state import mesh_of_all_ranks
+from parallel_core_fsdp.pieces import piece_sizes, piece_starts, sharding_group
 
 
 class Piece(NamedTuple):
@@ -35,7 +29,7 @@ class Piece(NamedTuple):
 def read(model: nn.Module, optimizer: torch.optim.Optimizer, state_dict_type: StateDictType) -> dict[str, Any]:
     """Return the optimizer's state dict; see the hook `optimizer_state_dict`."""
     parameters, shapes = bare_parameters(model), bare_shapes(model)
-    sizes = _sizes(model, parameters, shapes)
+    sizes = piece_sizes(model)
     state: dict[str, dict[str, Any]] = {}
     mesh_on = functools.cache(mesh_of_all_ranks)
     for name, pieces in _outline(optimizer, parameters).items():
@@ -45,7 +39,9 @@ def read(model: nn.Module, optimizer: torch.optim.Optimizer, state_dict_type: St
                 state[name][key] = piece.value
                 continue
             local = optimizer.state.get(parameters[name], {}).get(key)
-            whole = _joined(local, piece.dtype, parameters[name].device, sizes[name], shapes[name], _group(model))
+            whole = _joined(
+                local, piece.dtype, parameters[name].device, sizes[name], shapes[name], sharding_group(model)
+            )
             if state_dict_type is StateDictType.FULL:
                 state[name][key] = tensors.snapshot(whole)
             else:
@@ -60,13 +56,11 @@ def load(
 ) -> None:
     """Load an optimizer's state dict; see the hook `load_optimizer_state_dict`."""
     parameters, shapes = bare_parameters(model), bare_shapes(model)
-    sizes = _sizes(model, parameters, shapes)
-    place = dist.get_rank(_group(model))
+    starts = piece_starts(model)
     state: dict[str, dict[str, Any]] = {}
     for name, values in state_dict["state"].items():
         state[name] = {}
-        start = sum(sizes[name][:place])
-        own = slice(start, start + sizes[name][place])
+        own = slice(starts[name], starts[name] + parameters[name].numel())
         for key, value in values.items():
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != shapes[name]:
                 state[name][key] = tensors.placed(value, parameters[name], state_dict_type)
@@ -75,25 +69,6 @@ def load(
                 # A copy: a view would keep the whole tensor alive.
                 state[name][key] = whole.reshape(-1)[own].clone()
     load_named_state(optimizer, parameters, state, state_dict["param_groups"])
-
-
-def _sizes(
-    model: nn.Module, parameters: dict[str, nn.Parameter], shapes: dict[str, tuple[int, ...]]
-) -> dict[str, list[int]]:
-    """Return how many elements of each parameter the ranks of this rank's group hold, in their order."""
-    gathered = ranks.all_gather([parameter.numel() for parameter in parameters.values()])
-    members = [gathered[member] for member in dist.get_process_group_ranks(_group(model))]
-    sizes = {name: [sizes[index] for sizes in members] for index, name in enumerate(parameters)}
-    for name, pieces in sizes.items():
-        assert sum(pieces) == math.prod(shapes[name]), f"{name}: pieces of {pieces} don't make up {shapes[name]}"
-    return sizes
-
-
-def _group(model: nn.Module) -> dist.ProcessGroup:
-    """Return the ranks that hold one whole of the model between them."""
-    assert isinstance(model, FullyShardedDataParallel)  # what wrap_model returned
-    assert model.process_group is not None  # made of the mesh
-    return model.process_group
 
 
 def _outline(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> dict[str, dict[str, Piece]]:

@@ -1,0 +1,112 @@
+"""Whether a checkpoint fits a model and its optimizer: found before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from parallel_core.checkpoint.manifest import Manifest, SavedTensor, Section
+from parallel_core.checkpoint.reading import SavedReader
+from parallel_core.checkpoint.safetensors_format import TensorInfo
+from parallel_core.checkpoint.tensor_bytes import dtype_name
+from parallel_core.checkpoint.tree import decode, tensor_names
+from parallel_core.errors import CheckpointError
+from parallel_core.optimizer_state_dicts import Groups, optimizer_problems
+from parallel_core.record import Layout
+from parallel_core.state_dicts import SHOWN, named
+
+
+class Match(NamedTuple):
+    """What of a checkpoint goes where in a model.
+
+    Attributes:
+        sources: the name that each tensor of the model is saved under; a tied tensor's for its first name alone.
+        missing, unexpected: names that the checkpoint lacks, and names that the model lacks.
+    """
+
+    sources: dict[str, str]
+    missing: list[str]
+    unexpected: list[str]
+
+
+def match(layout: Layout, manifest: Manifest, reader: SavedReader, *, strict: bool, cast: bool) -> Match:
+    """Compare a checkpoint with the model's layout. No collective: every rank finds the same.
+
+    Raises:
+        CheckpointError: they don't fit.
+    """
+    saved = manifest.model.tensors
+    saved_as = {name: name for name in saved}
+    for group in manifest.tied:
+        saved_as |= {name: group[0] for name in group[1:] if name not in saved and group[0] in saved}
+    first_of = {name: group[0] for group in layout.tied for name in group}
+    groups = {group[0]: group for group in layout.tied}
+    extra = manifest.model.values or {}
+    sources: dict[str, str] = {}
+    missing: list[str] = []
+    problems: list[str] = []
+    for name, spec in layout.entries.items():
+        if spec is None:
+            missing += [name] if name not in extra else []
+            continue
+        if first_of.get(name, name) != name:
+            continue
+        names = groups.get(name, (name,))
+        found = list(dict.fromkeys(saved_as[each] for each in names if each in saved_as))
+        if not found:
+            missing += names
+            continue
+        sources[name] = found[0]
+        problems += _problems(name, TensorInfo(dtype_name(spec.dtype), spec.shape), saved, found, reader, cast=cast)
+    of_extra = set(tensor_names(extra))
+    unexpected = [name for name in (*saved_as, *extra) if name not in layout.entries and name not in of_extra]
+    missing = [name for name in layout.entries if name in set(missing)]
+    if strict:
+        lists = {"missing keys": missing, "unexpected keys": unexpected}
+        problems = [named(what, keys) for what, keys in lists.items() if keys] + problems
+    if problems:
+        raise CheckpointError(_text("the checkpoint does not fit the model", problems))
+    return Match(sources, missing, unexpected)
+
+
+def check_optimizer(layout: Layout, groups: Groups, section: Section | None) -> None:
+    """Make sure that the saved state of an optimizer fits one with these groups.
+
+    Its tensors fit, where those of the model do that was saved with it.
+
+    Raises:
+        CheckpointError: it doesn't, or none was saved.
+    """
+    if section is None:
+        raise CheckpointError("the checkpoint has no state of an optimizer; load the model alone")
+    problems = list(optimizer_problems(layout, groups, decode(section.values, lambda name: None)))
+    if problems:
+        raise CheckpointError(_text("the checkpoint does not fit the optimizer", problems))
+
+
+def _problems(
+    name: str,
+    spec: TensorInfo,
+    saved: Mapping[str, SavedTensor],
+    found: list[str],
+    reader: SavedReader,
+    *,
+    cast: bool,
+) -> Iterator[str]:
+    """Yield what is wrong with the saved tensors that a tensor of the model may be loaded from."""
+    for each in found:
+        info = saved[each]
+        if info.shape != spec.shape:
+            yield f"{name!r}: wrong shape: the model has {spec}, the checkpoint {info}"
+        elif info.dtype != spec.dtype and not cast:
+            yield f"{name!r}: wrong dtype: the model has {spec}, the checkpoint {info}; cast=True converts"
+        elif each != found[0] and not reader.same(found[0], saved[found[0]], each, info):
+            yield (
+                f"{found[0]!r} and {each!r} are one parameter of the model and have different values in the checkpoint"
+            )
+
+
+def _text(what: str, problems: list[str]) -> str:
+    shown = problems[:SHOWN]
+    more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+    return f"{what}: {problems[0]}" if len(problems) == 1 else "\n  - ".join([f"{what}:", *shown, *more])

@@ -1,0 +1,176 @@
+"""A saved checkpoint, or weights from elsewhere, as one kind of thing: tensors in pieces in files of a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from parallel_core.checkpoint.folder import standing
+from parallel_core.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    Origin,
+    Piece,
+    SavedFile,
+    SavedTensor,
+    Section,
+    read_manifest,
+)
+from parallel_core.checkpoint.safetensors_format import Header, read_header
+from parallel_core.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+
+_BLOCK = 4 * 2**20  # bytes read at a time to take a hash
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What lies on the disk.
+
+    Attributes:
+        place: what the caller called it.
+        folder: where the files are.
+        manifest: what they are. Weights from elsewhere are given one, without hashes.
+        is_checkpoint: whether the manifest is a saved one.
+    """
+
+    place: Path
+    folder: Path
+    manifest: Manifest
+    is_checkpoint: bool
+
+
+def open_saved(path: str | os.PathLike[str]) -> Saved:
+    """Return what lies at a place: a checkpoint, a safetensors file, or a folder of them. No torch is needed.
+
+    Raises:
+        CheckpointError: there is no such thing, or it is damaged.
+    """
+    place = Path(path).absolute()
+    folder = standing(place)
+    if (folder / MANIFEST).exists() or not folder.exists():
+        return Saved(place, folder, read_manifest(folder), is_checkpoint=True)
+    files = [folder] if folder.is_file() else _weight_files(folder)
+    if not files:
+        raise CheckpointError(
+            f"{place} is no complete checkpoint: it lacks {MANIFEST}, and there is no .safetensors file"
+        )
+    return Saved(place, files[0].parent, _manifest_of(files), is_checkpoint=False)
+
+
+def check_sizes(saved: Saved) -> None:
+    """Make sure that all files are there and as large as they were.
+
+    Raises:
+        CheckpointError: one is not.
+    """
+    for file in saved.manifest.files:
+        path = saved.folder / file.name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
+        if size != file.size:
+            raise CheckpointError(f"{path} is damaged: it has {size} bytes, and was saved with {file.size}")
+
+
+def check_hashes(saved: Saved, files: Iterable[SavedFile]) -> None:
+    """Make sure that files are what was saved; those that were saved without a hash are left out.
+
+    Raises:
+        CheckpointError: one is not.
+    """
+    for file in files:
+        if file.sha256 is not None and hash_of(saved.folder / file.name) != file.sha256:
+            raise CheckpointError(f"{saved.folder / file.name} is damaged: its content is not what was saved")
+
+
+def hash_of(path: Path) -> str:
+    """Return the SHA-256 of a file's content, in hexadecimal.
+
+    Raises:
+        CheckpointError: it can't be read.
+    """
+    digest = hashlib.sha256()
+    block = bytearray(_BLOCK)
+    try:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(block):
+                digest.update(memoryview(block)[:count])
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def header_of(path: Path) -> Header:
+    """Return the header of a safetensors file.
+
+    Raises:
+        CheckpointError: it can't be read, or is none.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
+    try:
+        return read_header(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files of weights in a folder: those of an index, the one of the usual name, or the only one."""
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+        except (OSError, msgspec.MsgspecError) as error:
+            raise CheckpointError(f"{index} can't be read: {error}") from error
+        wrong = [name for name in names if Path(name).name != name]
+        if wrong:
+            raise CheckpointError(f"{index} names the file {wrong[0]!r}, which is not one of its own folder")
+        return [folder / name for name in sorted(names)]
+    files = sorted(folder.glob("*.safetensors"))
+    if folder / WEIGHTS in files:
+        return [folder / WEIGHTS]
+    if len(files) > 1:
+        raise CheckpointError(
+            f"{folder} has several .safetensors files and neither {MANIFEST} nor {INDEX}; name the one to load"
+        )
+    return files
+
+
+def _manifest_of(files: list[Path]) -> Manifest:
+    """Return a manifest of weights from elsewhere, by the headers of the files."""
+    tensors: dict[str, SavedTensor] = {}
+    tied: list[tuple[str, ...]] = []
+    for index, path in enumerate(files):
+        header = header_of(path)
+        for name in header.entries:
+            if name in tensors:
+                raise CheckpointError(f"{path} has {name!r}, which another file of the folder has too")
+            info = header.info(name)
+            piece = Piece(index, (0,) * len(info.shape), info.shape)
+            tensors[name] = SavedTensor(info.dtype, info.shape, pieces=(piece,))
+        # As `safetensors.torch.save_model` notes the names that it leaves out, each with the one that stands for it.
+        tied += [(kept, left_out) for left_out, kept in header.metadata.items() if kept in header.entries]
+    return Manifest(
+        state_dict_type="full",
+        world_size=1,
+        saved_at=0,
+        origin=Origin("unknown"),
+        files=tuple(SavedFile(path.name, path.stat().st_size) for path in files),
+        model=Section(tensors),
+        tied=tuple(tied),
+    )

@@ -1,0 +1,165 @@
+"""Where a checkpoint is loaded to: the memory of the model's own shards, or the state-dict hooks of the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from parallel_core import ranks
+from parallel_core.checkpoint.contents import model_shards
+from parallel_core.checkpoint.manifest import SavedTensor, Section
+from parallel_core.checkpoint.reading import SavedReader
+from parallel_core.checkpoint.tensor_bytes import dtype_named
+from parallel_core.checkpoint.tree import decode
+from parallel_core.errors import CheckpointError
+from parallel_core.hookspecs import StateDictType
+from parallel_core.local_shards import LocalShard, Region
+from parallel_core.optimizer_state import load_named_state
+from parallel_core.record import Layout, bare_parameters
+from parallel_core.strategy import Strategy
+from parallel_core.tensors import is_dtensor
+
+BATCH = 256 * 2**20  # bytes of whole tensors that are handed to a strategy's hook at a time
+
+
+class Targets(Protocol):
+    """What a model's and its optimizer's tensors are loaded into. Every method is a collective."""
+
+    def check(self, reader: SavedReader, saved: Section, sources: Mapping[str, str]) -> None:
+        """Make sure that the files have what this rank is going to read; changes nothing."""
+
+    def optimizer_load(
+        self, reader: SavedReader, saved: Section, optimizer: torch.optim.Optimizer
+    ) -> Callable[[], None]:
+        """Read the optimizer's state, and return what puts it into the optimizer; until then nothing changes."""
+
+    def load_model(self, reader: SavedReader, saved: Section, sources: Mapping[str, str]) -> None:
+        """Read the model's tensors to where they belong, each from the saved one of the name in `sources`."""
+
+
+def targets_of(strategy: Strategy, model: nn.Module, layout: Layout) -> Targets:
+    """Return where a model is loaded to; a collective."""
+    if strategy.has_local_shards:
+        return _Shards(model, model_shards(strategy, model, layout))
+    return _StateDicts(strategy, model)
+
+
+def _check(reader: SavedReader, saved: Section, wanted: Mapping[str, tuple[str, Region]]) -> None:
+    with ranks.agreement(CheckpointError):
+        for source, region in wanted.values():
+            reader.check(source, saved.tensors[source], region)
+
+
+class _Shards:
+    """Straight into the shards that the strategy shows: nothing is gathered, and nothing is copied twice."""
+
+    def __init__(self, model: nn.Module, shards: Mapping[str, LocalShard]) -> None:
+        self._model = model
+        self._shards = shards
+
+    def check(self, reader: SavedReader, saved: Section, sources: Mapping[str, str]) -> None:
+        _check(reader, saved, {name: (source, self._shards[name].region) for name, source in sources.items()})
+
+    def optimizer_load(
+        self, reader: SavedReader, saved: Section, optimizer: torch.optim.Optimizer
+    ) -> Callable[[], None]:
+        parameters = bare_parameters(self._model)
+
+        def tensor_for(name: str, source: str) -> torch.Tensor:
+            info = saved.tensors[source]
+            target = _state_tensor(parameters[name], self._shards[name], info)
+            reader.fill(_state_shard(target, self._shards[name], info), source, info)
+            return target
+
+        with ranks.agreement(CheckpointError):
+            state = _state(saved, tensor_for)
+            groups = decode(saved.values["param_groups"], lambda source: reader.whole(source, saved.tensors[source]))
+        return lambda: load_named_state(optimizer, parameters, state, groups)
+
+    def load_model(self, reader: SavedReader, saved: Section, sources: Mapping[str, str]) -> None:
+        with ranks.agreement(CheckpointError):
+            for name, source in sources.items():
+                reader.fill(self._shards[name], source, saved.tensors[source])
+
+
+class _StateDicts:
+    """Through the strategy's own state-dict hooks, with DTensors of which each rank reads its part."""
+
+    def __init__(self, strategy: Strategy, model: nn.Module) -> None:
+        self._strategy = strategy
+        self._model = model
+        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        self._mesh = None
+        if ranks.world_size() > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            self._mesh = init_device_mesh(device, (ranks.world_size(),))
+
+    def check(self, reader: SavedReader, saved: Section, sources: Mapping[str, str]) -> None:
+        _check(reader, saved, {name: (each, Region.whole(saved.tensors[each].shape)) for name, each in sources.items()})
+
+    def optimizer_load(
+        self, reader: SavedReader, saved: Section, optimizer: torch.optim.Optimizer
+    ) -> Callable[[], None]:
+        with ranks.agreement(CheckpointError):
+            state = _state(saved, lambda _, source: self._read(reader, source, saved.tensors[source]))
+            groups = decode(saved.values["param_groups"], lambda source: reader.whole(source, saved.tensors[source]))
+        state_dict = {"state": state, "param_groups": groups}
+        return lambda: self._strategy.load_optimizer_state_dict(
+            self._model, optimizer, state_dict, StateDictType.SHARDED
+        )
+
+    def load_model(self, reader: SavedReader, saved: Section, sources: Mapping[str, str]) -> None:
+        batch: dict[str, Any] = {}
+        size = 0
+        for name, source in sources.items():
+            info = saved.tensors[source]
+            with ranks.agreement(CheckpointError):
+                batch[name] = self._read(reader, source, info)
+            size += info.nbytes
+            if size >= BATCH:
+                self._strategy.load_model_state_dict(self._model, batch, StateDictType.SHARDED)
+                batch, size = {}, 0
+        if batch:
+            self._strategy.load_model_state_dict(self._model, batch, StateDictType.SHARDED)
+
+    def _read(self, reader: SavedReader, source: str, info: SavedTensor) -> torch.Tensor:
+        if self._mesh is None or not info.shape:
+            return reader.whole(source, info)
+        from torch.distributed.tensor import Shard, empty
+
+        target = empty(info.shape, dtype=dtype_named(info.dtype), device_mesh=self._mesh, placements=[Shard(0)])
+        reader.fill(LocalShard.of(target), source, info)
+        return target
+
+
+def _state(saved: Section, tensor_for: Callable[[str, str], torch.Tensor]) -> dict[str, dict[str, Any]]:
+    """Return an optimizer's saved state, with the tensors that a function returns for a parameter and a saved name."""
+    return {
+        name: {key: decode(node, partial(tensor_for, name)) for key, node in entries.items()}
+        for name, entries in saved.values["state"].items()
+    }
+
+
+def _state_tensor(parameter: torch.Tensor, shard: LocalShard, info: SavedTensor) -> torch.Tensor:
+    """Return an empty tensor for a part of a parameter's state: laid out as the parameter, if it has its shape."""
+    dtype = dtype_named(info.dtype)
+    if info.shape == shard.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if is_dtensor(parameter) and info.shape:
+        from torch.distributed.tensor import Replicate, empty
+
+        # The optimizer computes with it and with the parameter's gradient, which is a DTensor.
+        mesh = parameter.device_mesh
+        return empty(info.shape, dtype=dtype, device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
+    return torch.empty(info.shape, dtype=dtype, device="cpu")
+
+
+def _state_shard(target: torch.Tensor, parameter: LocalShard, info: SavedTensor) -> LocalShard:
+    if info.shape == parameter.shape and not is_dtensor(target):
+        return LocalShard(target, parameter.shape, parameter.region)
+    return LocalShard.of(target)

@@ -1,0 +1,70 @@
+"""A tensor's elements as bytes, a bounded part at a time, wherever they lie."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+
+import torch
+
+from parallel_core import ranks
+from parallel_core.checkpoint.safetensors_format import SIZES, TensorInfo
+from parallel_core.errors import CheckpointError
+from parallel_core.local_shards import Region
+
+CHUNK = 16 * 2**20
+"""Bytes that are in hand at a time: enough to keep a disk busy, and little beside a model."""
+
+
+def info_of(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> TensorInfo:
+    """Return a tensor's dtype, and its shape or the one given.
+
+    Raises:
+        CheckpointError: a file can't hold such a dtype.
+    """
+    name = dtype_name(tensor.dtype)
+    if name not in SIZES or tensor.layout is not torch.strided:
+        kind = name if tensor.layout is torch.strided else f"{tensor.layout} {name}"
+        raise CheckpointError(f"a tensor of {kind} can't be saved; possible are dense ones of {', '.join(SIZES)}")
+    return TensorInfo(name, tuple(tensor.shape) if shape is None else shape)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return `torch.float32` for `float32`."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU, to read and to write; the tensor must be kept alive."""
+    nbytes = tensor.numel() * tensor.element_size()
+    # Not numpy(): it makes the storage of a tensor one that can't be resized any more, and FSDP1 does so.
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())) if nbytes else memoryview(bytearray())
+
+
+def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements in row-major order, in one dimension: its own memory where they lie so, or a copy."""
+    contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not view(-1): a tensor of one element may have any stride and counts as contiguous all the same.
+    return contiguous.as_strided((contiguous.numel(),), (1,))
+
+
+def chunks(elements: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
+    """Yield elements as bytes on the CPU, `CHUNK` of them at a time, after a change of dtype if one is given."""
+    step = max(1, CHUNK // max(elements.element_size(), dtype.itemsize if dtype is not None else 1))
+    for start in range(0, elements.numel(), step):
+        part = elements[start : start + step]
+        yield ranks.bits(part.to("cpu", part.dtype if dtype is None else dtype))
+
+
+def runs_of(info: TensorInfo) -> Iterator[Region]:
+    """Yield the runs of a tensor, of at most `CHUNK` bytes, that make up the whole of it in row-major order."""
+    numel, most = math.prod(info.shape), max(1, CHUNK // SIZES[info.dtype])
+    for start in range(0, numel, most):
+        yield Region.flat(numel, start, min(most, numel - start))
