@@ -26,6 +26,7 @@ from parallel_core.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
+OF_A_CHECKPOINT = ("model-rank-", "optimizer", "objects")  # what begins the names of files that only a save writes
 
 _BLOCK = 4 * 2**20  # bytes read at a time to take a hash
 
@@ -142,6 +143,10 @@ def _weight_files(folder: Path) -> list[Path]:
             raise CheckpointError(f"{index} names the file {wrong[0]!r}, which is not one of its own folder")
         return [folder / name for name in sorted(names)]
     files = sorted(folder.glob("*.safetensors"))
+    if any(file.name.startswith(OF_A_CHECKPOINT) for file in files):
+        raise CheckpointError(
+            f"{folder} is no complete checkpoint: it lacks {MANIFEST}; use another one, or name a file to load weights"
+        )
     if folder / WEIGHTS in files:
         return [folder / WEIGHTS]
     if len(files) > 1:
