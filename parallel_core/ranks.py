@@ -25,6 +25,7 @@ __all__ = [
     "broadcast",
     "broadcast_tensor",
     "differing_tensors",
+    "in_contact",
     "rank",
     "start_alike",
     "world_size",
@@ -46,7 +47,8 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value, group)
+    with in_contact():
+        dist.all_gather_object(values, value, group)
     return values
 
 
@@ -55,8 +57,25 @@ def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     if world_size() == 1:
         return value
     values = [value]
-    dist.broadcast_object_list(values, src=0, group=group)
+    with in_contact():
+        dist.broadcast_object_list(values, src=0, group=group)
     return values[0]
+
+
+@contextmanager
+def in_contact() -> Iterator[None]:
+    """Run a block that talks to other ranks.
+
+    Raises:
+        RankError: torch could not reach them: one has ended, or did not come in time.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise RankError(
+            f"another rank could not be reached: {reason}; look at what the other ranks wrote: one may have ended"
+        ) from error
 
 
 @contextmanager
@@ -126,7 +145,8 @@ def broadcast_tensor(tensor: torch.Tensor) -> None:
     contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
     data = bits(contiguous)
     staged = data.to(_reachable_device(data.device))
-    dist.broadcast(staged, src=0)
+    with in_contact():
+        dist.broadcast(staged, src=0)
     if staged.data_ptr() != tensor.data_ptr():
         data.copy_(staged)
         if contiguous.data_ptr() != tensor.data_ptr():

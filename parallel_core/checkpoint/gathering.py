@@ -113,10 +113,12 @@ class _Exchange:
                     self._fill(part, name, common, dtype)
                 except Exception as error:
                     problem = error
-            if owner != 0 and mine == 0:
-                dist.recv(part, owner, group=self._group)
-            elif owner != 0:
-                dist.send(part, 0, group=self._group)
+            if owner != 0:
+                with ranks.in_contact():
+                    if mine == 0:
+                        dist.recv(part, owner, group=self._group)
+                    else:
+                        dist.send(part, 0, group=self._group)
             if mine == 0:
                 _scatter(part, data, common, dtype.itemsize)
         return data, problem

@@ -25,6 +25,7 @@ from parallel_core.checkpoint.random_states import restore_random_state
 from parallel_core.checkpoint.reading import SavedReader
 from parallel_core.checkpoint.saving import check_alike
 from parallel_core.checkpoint.targets import targets_of
+from parallel_core.checkpoint.telling import as_checkpoint_error
 from parallel_core.checkpoint.tree import decode
 from parallel_core.errors import CheckpointError
 from parallel_core.optimizer_state import named_groups
@@ -46,6 +47,7 @@ class LoadedCheckpoint:
     unexpected_keys: list[str]
 
 
+@as_checkpoint_error()
 def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,

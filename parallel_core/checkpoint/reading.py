@@ -80,7 +80,11 @@ class SavedReader:
         if not shard.tensor.is_contiguous() or shard.tensor.is_conj() or shard.tensor.is_neg():
             straight = torch.empty_like(shard.tensor, memory_format=torch.contiguous_format)
             self.fill(LocalShard(straight, shard.shape, shard.region), name, tensor)
-            shard.tensor.copy_(straight)
+            target = shard.tensor
+            for dimension, stride in enumerate(target.stride()):
+                if stride == 0 and target.shape[dimension]:  # one element that is seen many times (`expand`)
+                    target, straight = target.narrow(dimension, 0, 1), straight.narrow(dimension, 0, 1)
+            target.copy_(straight)
             return
         elements = shard.tensor.as_strided((shard.tensor.numel(),), (1,))
         dtype = dtype_named(tensor.dtype)

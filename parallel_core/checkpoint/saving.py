@@ -39,10 +39,12 @@ from parallel_core.checkpoint.manifest import (
 from parallel_core.checkpoint.opening import INDEX
 from parallel_core.checkpoint.plan import Held, PlannedTensor, planned
 from parallel_core.checkpoint.random_states import random_state as random_state_now
+from parallel_core.checkpoint.safetensors_format import METADATA
+from parallel_core.checkpoint.telling import as_checkpoint_error
 from parallel_core.checkpoint.tensor_bytes import dtype_name, info_of
 from parallel_core.checkpoint.tree import encode
 from parallel_core.checkpoint.writing import divided, index_of, told_of, write_file, write_shards
-from parallel_core.errors import CheckpointError, StateDictError
+from parallel_core.errors import CheckpointError
 from parallel_core.hookspecs import StateDictType
 from parallel_core.local_shards import LocalShard
 from parallel_core.record import Layout, Record
@@ -83,6 +85,7 @@ class Job:
     group: dist.ProcessGroup | None
 
 
+@as_checkpoint_error()
 def save_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -148,6 +151,7 @@ def save_checkpoint(
     return in_background.start(options.place, partial(write, _copied(job)))
 
 
+@as_checkpoint_error()
 def write(job: Job) -> None:
     """Write a checkpoint and put it in its place; a collective over the job's group.
 
@@ -244,10 +248,7 @@ def _options(
     checksum: bool,
     random_state: bool,
 ) -> Options:
-    try:
-        kind = parse_state_dict_type(state_dict_type)
-    except StateDictError as error:
-        raise CheckpointError(str(error)) from None
+    kind = parse_state_dict_type(state_dict_type)
     if dtype is not None and not getattr(dtype, "is_floating_point", False):
         raise CheckpointError(
             f"dtype: expected a torch.dtype of floating point such as torch.bfloat16, found {dtype!r}"
@@ -321,6 +322,8 @@ def _agreed(
 
 
 def _held(name: str, shard: LocalShard) -> Held:
+    if name == METADATA:
+        raise CheckpointError(f"{name!r} can't be the name of a saved tensor: it is the format's own; choose another")
     try:
         return Held(info_of(shard.tensor).dtype, shard.shape, shard.region)
     except CheckpointError as error:

@@ -141,8 +141,9 @@ def test_every_rank_raises_the_same(ranks: Ranks, tmp_path: Path) -> None:
         parallel_core.save_checkpoint(place, run.model, run.optimizer)
         found = []
         for file in sorted(place.iterdir()):
+            content = file.read_bytes()
+            parallel_core.ranks.all_gather(None)
             if parallel_core.ranks.rank() == 0:
-                content = file.read_bytes()
                 file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
             parallel_core.ranks.all_gather(None)
             with pytest.raises(CheckpointError) as caught:

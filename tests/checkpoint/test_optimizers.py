@@ -61,7 +61,7 @@ def train(run: Run, seeds: range) -> list[float]:
             optimizer.zero_grad()
             return run.backward(seed)
 
-        losses.append(float(optimizer.step(closure)))  # type: ignore[arg-type]  # torch declares no result
+        losses.append(float(optimizer.step(closure)))
     return losses
 
 

@@ -52,6 +52,25 @@ def strategy_config() -> type[DDPConfig]:
     return DDPConfig
 
 
+# What gloo sends (torch 2.13): DistributedDataParallel hands it tensors as they are.
+_SENT_BY_GLOO = frozenset(
+    ["float64", "float32", "float16", "bfloat16", "complex128", "complex64", "int64", "int32", "int8", "uint8", "bool"]
+)
+
+
+@hookimpl
+def check_model(model: nn.Module, device: torch.device) -> list[str]:
+    if device.type != "cpu" or not any(parameter.requires_grad for parameter in model.parameters()):
+        return []
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    return [
+        f"{name!r} is {dtype}, which DistributedDataParallel can't send over gloo; use another dtype, or train on a GPU"
+        for name, dtype in dtypes.items()
+        if dtype not in _SENT_BY_GLOO
+    ]
+
+
 @hookimpl
 def wrap_model(model: nn.Module, config: DDPConfig, device: torch.device) -> nn.Module:
     from torch.nn.parallel import DistributedDataParallel

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import parallel_core
-from parallel_core import ConfigError, DistributedConfig
+from parallel_core import ConfigError, DistributedConfig, WrapError
 from parallel_core import ranks as collective
 from parallel_core.testing import Ranks
 from parallel_core.testing.models import CASES
@@ -86,6 +86,24 @@ def test_a_model_without_gradients_passes_through(ranks: Ranks) -> None:
 
     expected = CASES["frozen"].build(seed=0).state_dict()["0.weight"].sum().item()
     assert ranks(work) == [[True, expected], [True, expected]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint32, torch.float8_e4m3fn])
+def test_what_gloo_can_t_send_is_refused_by_name(ranks: Ranks, dtype: torch.dtype) -> None:
+    """`torch.nn.parallel.DistributedDataParallel` fails half way through its construction there."""
+
+    def work() -> str:
+        model = nn.Linear(2, 2)
+        model.register_buffer("odd", torch.zeros(2, dtype=dtype))
+        with pytest.raises(WrapError) as caught:
+            parallel_core.wrap_model_for_training(model, DistributedConfig(parallel_strategy="ddp"))
+        return str(caught.value)
+
+    expected = (
+        f"strategy 'ddp' can't wrap this model: 'odd' is {str(dtype).removeprefix('torch.')}, which "
+        f"DistributedDataParallel can't send over gloo; use another dtype, or train on a GPU"
+    )
+    assert ranks(work) == [expected, expected]
 
 
 def test_a_static_graph_and_a_search_for_unused_parameters_exclude_each_other() -> None:

@@ -1,0 +1,269 @@
+"""What `save_checkpoint` leaves on the disk, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from torch import nn
+
+import parallel_core
+from parallel_core import CheckpointError, DistributedConfig
+from parallel_core import ranks as collective
+from parallel_core.checkpoint import folder
+from parallel_core.testing import Ranks
+from parallel_core.testing.conformance.runs import KINDS, Run, differences
+
+CONFIGS = {
+    "ddp": DistributedConfig(parallel_strategy="ddp"),
+    "fsdp": DistributedConfig(parallel_strategy="fsdp", fsdp_mixed_precision="fp32", fsdp_auto_wrap_min_params=50),
+    "fsdp2": DistributedConfig(parallel_strategy="fsdp2", fsdp2_mixed_precision="fp32", fsdp2_auto_wrap_min_params=50),
+}
+
+
+def saved_run(place: Path, **options: Any) -> Run:
+    """Train a bare model for a step and save it."""
+    run = Run("language_model", None)
+    run.train(range(1))
+    parallel_core.save_checkpoint(place, run.model, run.optimizer, **options)
+    return run
+
+
+def names(place: Path) -> list[str]:
+    return sorted(path.name for path in place.iterdir())
+
+
+def test_full_is_a_file_that_other_tools_read(tmp_path: Path) -> None:
+    run = saved_run(tmp_path / "a", state_dict_type="full")
+    assert names(tmp_path / "a") == ["manifest.json", "model.safetensors", "optimizer.safetensors"]
+    expected = run.full()
+    found = load_file(tmp_path / "a" / "model.safetensors")
+    # Names that stand for one tensor are saved once, as safetensors has it for models.
+    assert set(expected) - set(found) == {"head.weight"}
+    assert differences({name: found[name] for name in expected if name in found}, {n: expected[n] for n in found}) == []
+    other = Run("language_model", None, seed=1)
+    missing, unexpected = load_model(other.model, tmp_path / "a" / "model.safetensors")
+    assert not missing
+    assert not unexpected
+    assert differences(other.full(), expected) == []
+
+
+def test_full_in_several_files_has_the_usual_index(tmp_path: Path) -> None:
+    run = saved_run(tmp_path / "a", state_dict_type="full", max_file_bytes=500)
+    index = json.loads((tmp_path / "a" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 2
+    assert files == [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    tensors = {name: tensor for file in files for name, tensor in load_file(tmp_path / "a" / file).items()}
+    assert {name: index["weight_map"][name] for name in tensors} == index["weight_map"]
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    other = Run("language_model", None, seed=1)
+    parallel_core.load_checkpoint(tmp_path / "a", other.model, other.optimizer)
+    assert differences(other.full(), run.full()) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_exported_in_another_dtype(tmp_path: Path, kind: str) -> None:
+    """The floating-point weights alone; the optimizer's state stays as it is."""
+    run = saved_run(tmp_path / "a", state_dict_type=kind, dtype=(dtype := torch.bfloat16))
+    other = Run("language_model", None, seed=1)
+    with pytest.raises(CheckpointError, match=r"wrong dtype: the model has float32.*bfloat16.*cast=True converts"):
+        parallel_core.load_checkpoint(tmp_path / "a", other.model)
+    parallel_core.load_checkpoint(tmp_path / "a", other.model, other.optimizer, cast=True)
+    rounded = {name: value.to(dtype).to(value.dtype) for name, value in run.full().items()}
+    assert differences(other.full(), rounded) == []
+    assert run.optimizer is not None
+    assert other.optimizer is not None
+    assert (
+        differences(
+            parallel_core.optimizer_state_dict(other.model, other.optimizer),
+            parallel_core.optimizer_state_dict(run.model, run.optimizer),
+        )
+        == []
+    )
+
+
+@pytest.mark.parametrize("strategy", CONFIGS)
+def test_loaded_trained_and_saved_to_the_same_name_again(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+    """No tensor lives on in a file: the new one is whole, and what is trained on is not the file's."""
+
+    def work(kind: str) -> list[str]:
+        place = tmp_path / kind
+        run = Run("language_model", CONFIGS[strategy])
+        for step in range(3):
+            run.step(step)
+            parallel_core.save_checkpoint(place, run.model, run.optimizer, state_dict_type=kind)
+            expected = run.full()
+            run = Run("language_model", CONFIGS[strategy], seed=9)
+            parallel_core.load_checkpoint(place, run.model, run.optimizer)
+            if lines := differences(run.full(), expected):
+                return [f"after step {step}: {lines}"]
+        return sorted(path.name for path in tmp_path.iterdir() if kind in path.name)
+
+    for kind in KINDS:
+        assert ranks(work, kind) == [[kind], [kind]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_whose_disk_is_full_is_told_of_on_every_rank(
+    ranks: Ranks, tmp_path: Path, kind: str, failing: int
+) -> None:
+    """The same error on all ranks; the checkpoint before is as it was, and nothing is left of the new one."""
+
+    def work() -> tuple[str, list[str], list[str]]:
+        place = tmp_path / "step-1"
+        run = Run("blocks", CONFIGS["fsdp2"])
+        run.step(0)
+        parallel_core.save_checkpoint(place, run.model, run.optimizer, state_dict_type=kind)
+        expected = run.full()
+        run.step(1)
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if collective.rank() == failing:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, most))  # what a quota does
+        try:
+            parallel_core.save_checkpoint(place, run.model, run.optimizer, state_dict_type=kind)
+        except CheckpointError as error:
+            message = str(error)
+        else:
+            message, expected = "saved", run.full()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        parallel_core.load_checkpoint(place, run.model, run.optimizer)
+        return message, differences(run.full(), expected), names(tmp_path)
+
+    (first, lines, left), (second, *_) = ranks(work)
+    if kind == "full" and failing == 1:
+        assert first == second == "saved"  # by rank 0 alone
+    else:
+        assert first == second
+        assert first.startswith(f"rank {failing} of 2: ")
+        assert first.endswith("safetensors can't be written: File too large")
+    assert (lines, left) == ([], ["step-1"])
+
+
+def test_ranks_that_ask_for_different_things_are_told(ranks: Ranks, tmp_path: Path) -> None:
+    def work() -> list[str]:
+        run = Run("blocks", CONFIGS["ddp"])
+        mine: list[dict[str, Any]] = [
+            {"path": tmp_path / f"rank-{collective.rank()}"},
+            {"state_dict_type": KINDS[collective.rank()]},
+            {"optimizer": [run.optimizer, None][collective.rank()]},
+            {"extra": {"loss": collective.rank()}},
+            {"objects": {"a": run.optimizer} if collective.rank() else {}},
+        ]
+        found = []
+        for options in mine:
+            with pytest.raises(CheckpointError) as caught:
+                parallel_core.save_checkpoint(**{"path": tmp_path / "a", "model": run.model, **options})
+            found.append(str(caught.value))
+        parallel_core.save_checkpoint(tmp_path / "b", run.model, extra=None if collective.rank() else {"loss": 1})
+        return found
+
+    first, second = ranks(work)
+    assert first == second
+    *alike, extra, objects = first
+    assert all(message.startswith("every rank must save in the same way, found ") for message in alike)
+    assert extra.startswith("extra is not the same on rank 1 as on rank 0")
+    assert objects.startswith("objects is not the same on rank 1 as on rank 0")
+    assert names(tmp_path) == ["b"]
+
+
+def test_older_siblings_are_pruned_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "log.txt").write_text("mine")
+    for step in (3, 1, 2):  # by age, not by name
+        saved_run(tmp_path / f"step-{step}", keep_last=2)
+    assert names(tmp_path) == ["log.txt", "notes", "step-1", "step-2"]
+    assert parallel_core.latest_checkpoint(tmp_path) == tmp_path / "step-2"
+    assert parallel_core.latest_checkpoint(tmp_path / "notes") is None
+    assert parallel_core.latest_checkpoint(tmp_path / "nowhere") is None
+    saved_run(tmp_path / "step-1")
+    assert parallel_core.latest_checkpoint(tmp_path) == tmp_path / "step-1"
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_leftovers_are_cleaned_by_the_next_save_and_never_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
+    first = saved_run(tmp_path / "step-1")
+    # What a process leaves that is killed while it builds one, and between the two renames of a replacement.
+    (tmp_path / ".step-2.saving-0123").mkdir()
+    (tmp_path / ".step-2.saving-0123" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / "step-1").rename(tmp_path / ".step-1.replaced-4567")
+    assert parallel_core.latest_checkpoint(tmp_path) == tmp_path / "step-1"
+    other = Run("language_model", None, seed=1)
+    parallel_core.load_checkpoint(tmp_path / "step-1", other.model, other.optimizer)
+    assert differences(other.full(), first.full()) == []
+    with pytest.raises(CheckpointError, match="step-2 is no complete checkpoint: there is no such folder"):
+        parallel_core.load_checkpoint(tmp_path / "step-2", other.model)
+    saved_run(tmp_path / "step-3")
+    assert names(tmp_path) == ["step-1", "step-3"]
+    saved_run(tmp_path / "step-1")
+    assert names(tmp_path) == ["step-1", "step-3"]
+
+
+def test_a_save_that_goes_on_is_not_cleaned_away(tmp_path: Path) -> None:
+    with folder.folder_to_build(tmp_path / "step-1") as building:
+        saved_run(tmp_path / "step-2")
+        assert building.is_dir()
+    assert names(tmp_path) == ["step-2"]
+
+
+WITHOUT_PICKLE = (
+    "which can't be saved without pickle; possible are dicts, lists, tuples, numbers, strings, bytes and None"
+)
+A_DTYPE = "dtype: expected a torch.dtype of floating point such as torch.bfloat16, found"
+REFUSED: dict[str, dict[str, Any]] = {
+    "state_dict_type: expected 'full' or 'sharded', found 'fulll'; did you mean 'full'?": {"state_dict_type": "fulll"},
+    "keep_last: expected a whole number from 1 on or None, found 0": {"keep_last": 0},
+    "keep_last: expected a whole number from 1 on or None, found True": {"keep_last": True},
+    "max_file_bytes is for state_dict_type='full'; under 'sharded' each rank has one file": {"max_file_bytes": 10},
+    f"{A_DTYPE} 'bf16'": {"dtype": "bf16"},
+    f"{A_DTYPE} torch.int8": {"dtype": torch.int8},
+    f"extra['at'][0]: found pathlib.PosixPath, {WITHOUT_PICKLE}": {"extra": {"at": [Path("x")]}},
+    f"extra: found torch.Tensor, {WITHOUT_PICKLE}; call .tolist() or .item()": {"extra": torch.ones(1)},
+    "objects['loader'] has no state_dict(): found object": {"objects": {"loader": object()}},
+    "path: '.hidden' can't be a checkpoint's folder; choose a name without a leading dot": {"path": ".hidden"},
+    "path: expected the name of a folder, found ''": {"path": ""},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_can_t_be_saved_is_told(tmp_path: Path, message: str) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError) as caught:
+        parallel_core.save_checkpoint(**{"path": tmp_path / "a", "model": model, **REFUSED[message]})
+    assert str(caught.value) == message
+    assert names(tmp_path) == []
+
+
+def test_a_place_where_something_else_stands_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    (tmp_path / "file").touch()
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "empty").mkdir()
+    for name, message in {
+        "file": "is there and is no folder; choose another name",
+        "half": "is there and is no checkpoint: it lacks manifest.json; move it away, or choose another name",
+    }.items():
+        with pytest.raises(CheckpointError) as caught:
+            parallel_core.save_checkpoint(tmp_path / name, model)
+        assert str(caught.value) == f"{tmp_path / name} {message}"
+    parallel_core.save_checkpoint(tmp_path / "empty", model)
+    assert names(tmp_path / "empty") == ["manifest.json", "model-rank-00000-of-00001.safetensors"]
+
+
+def test_a_tensor_that_no_file_can_hold_is_named(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("sparse", torch.eye(2).to_sparse())
+    with pytest.raises(CheckpointError, match=r"'sparse': a tensor of torch\.sparse_coo float32 can't be saved"):
+        parallel_core.save_checkpoint(tmp_path / "a", model)
