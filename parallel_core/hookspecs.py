@@ -190,7 +190,8 @@ def local_shards(model: nn.Module) -> dict[str, LocalShard]:
     When: to save or load a checkpoint, between two steps. The optimizer's state for a parameter is taken to lie as the
     parameter does.
     Must: return an entry for every name of the bare model's state dict but extra states, a tied parameter's under each
-    of its names; every element of a tensor must be on some rank, and where several have it, with the same value.
+    of its names; every element of a tensor must be on some rank; say `alike` of a shard only where every rank that has
+    the same part has the same values: what is saved then is taken from any of them, and from the lowest otherwise.
     Must not: gather tensors or copy them: what is written to a shard has to reach the model.
     Returns: a dict of `parallel_core.local_shards.LocalShard`. By default plain tensors are whole, and DTensors are in
     shards. A strategy that answers a state-dict hook and leaves this one out is saved and loaded through the

@@ -108,22 +108,29 @@ class LocalShard:
         tensor: the elements: a plain tensor that shares memory with the model, or with the optimizer's state.
         shape: the shape of the whole tensor.
         region: which of the whole's elements they are; has as many as `tensor`.
+        alike: whether all ranks that have this region are sure to have the same values, so that any of them may save
+            it. Otherwise the lowest rank's count: buffers, say, that each rank has computed from its own data.
     """
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
     region: Region
+    alike: bool = False
 
     @classmethod
-    def of(cls, value: torch.Tensor) -> LocalShard:
+    def of(cls, value: torch.Tensor, *, alike: bool = False) -> LocalShard:
         """Return the shard of a plain tensor, which is whole, or of a DTensor.
+
+        Args:
+            value: the tensor.
+            alike: as for the attribute.
 
         Raises:
             StateDictError: the DTensor is neither sharded nor replicated.
         """
         tensor, shape = value.detach(), tuple(value.shape)
         if not is_dtensor(tensor):
-            return cls(tensor, shape, Region.whole(shape))
+            return cls(tensor, shape, Region.whole(shape), alike)
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         if not all(type(placement).__name__ in ("Shard", "Replicate") for placement in tensor.placements):
@@ -131,7 +138,7 @@ class LocalShard:
                 f"a DTensor of shape {list(shape)} is placed as {tensor.placements}; expected Shard and Replicate alone"
             )
         sizes, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
-        return cls(tensor.to_local(), shape, Region(shape, tuple(offsets), tuple(sizes)))
+        return cls(tensor.to_local(), shape, Region(shape, tuple(offsets), tuple(sizes)), alike)
 
     @classmethod
     def flat(cls, tensor: torch.Tensor, shape: tuple[int, ...], start: int) -> LocalShard:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -150,10 +150,10 @@ def state_shard(name: str, parameter: LocalShard, tensor: torch.Tensor) -> Local
         CheckpointError: it is neither.
     """
     if not is_dtensor(tensor) and tensor.shape == parameter.tensor.shape:
-        return LocalShard(tensor.detach(), parameter.shape, parameter.region)
+        return replace(parameter, tensor=tensor.detach())
     is_whole = parameter.region.shape == parameter.region.sizes
     if is_dtensor(tensor) or tensor.dim() == 0 or is_whole:
-        return LocalShard.of(tensor)
+        return LocalShard.of(tensor, alike=parameter.alike)
     raise CheckpointError(
         f"the optimizer's state for {name!r} has a tensor of shape {list(tensor.shape)}, where this rank's part of the "
         f"parameter has {list(parameter.tensor.shape)}: it says nothing about the whole parameter; use another "

@@ -13,11 +13,18 @@ from parallel_core.local_shards import Region
 
 
 class Held(NamedTuple):
-    """What a rank tells the others of one of its shards: the whole tensor, and which of its elements it has."""
+    """What a rank tells the others of one of its shards.
+
+    Attributes:
+        dtype, shape: of the whole tensor.
+        region: which of its elements the rank has.
+        alike: whether other ranks that have the same are sure to have the same values.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     region: Region
+    alike: bool
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,8 @@ def planned(
         held: what each rank holds, by rank and name.
         what: what errors call the tensors.
         dtype: the dtype that floating-point tensors are saved in; by default their own.
-        one_writer: whether all goes through rank 0, which then writes what it has itself. Otherwise the ranks that have
-            the same elements share the work.
+        one_writer: whether all goes through rank 0, which then writes what it has itself. Otherwise ranks that have the
+            same elements, with the same values, share the work.
 
     Raises:
         CheckpointError: the ranks don't hold the same tensors, or not all of their elements.
@@ -70,7 +77,8 @@ def planned(
             )
         pieces = []
         for region, owners in holders.items():
-            owner = owners[0] if one_writer else min(owners, key=load.__getitem__)
+            share = not one_writer and all(table[name].alike for table in held if name in table)
+            owner = min(owners, key=load.__getitem__) if share else owners[0]
             load[owner] += region.numel * SIZES[first.dtype]
             pieces.append((owner, region))
         is_float = first.dtype.startswith(("float", "bfloat"))

@@ -325,7 +325,7 @@ def _held(name: str, shard: LocalShard) -> Held:
     if name == METADATA:
         raise CheckpointError(f"{name!r} can't be the name of a saved tensor: it is the format's own; choose another")
     try:
-        return Held(info_of(shard.tensor).dtype, shard.shape, shard.region)
+        return Held(info_of(shard.tensor).dtype, shard.shape, shard.region, shard.alike)
     except CheckpointError as error:
         raise CheckpointError(f"{name!r}: {error}") from None
 

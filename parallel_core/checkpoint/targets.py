@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -161,5 +162,5 @@ def _state_tensor(parameter: torch.Tensor, shard: LocalShard, info: SavedTensor)
 
 def _state_shard(target: torch.Tensor, parameter: LocalShard, info: SavedTensor) -> LocalShard:
     if info.shape == parameter.shape and not is_dtensor(target):
-        return LocalShard(target, parameter.shape, parameter.region)
+        return replace(parameter, tensor=target)
     return LocalShard.of(target)

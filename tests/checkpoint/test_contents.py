@@ -393,3 +393,22 @@ def test_a_strategy_with_its_own_state_dict_hooks_is_saved_through_them(ranks: R
 
     for kind in KINDS:
         assert ranks(work, kind) == [[], []]
+
+
+def test_where_ranks_differ_rank_0_is_what_is_saved(ranks: Ranks, tmp_path: Path) -> None:
+    """Buffers that each rank computes for itself: never a mixture, whoever writes the rest."""
+
+    def work() -> list[str]:
+        found = []
+        for strategy in ("ddp", "fsdp", "fsdp2"):
+            model = wrapped(nn.Sequential(nn.Linear(8, 8), *(nn.BatchNorm1d(8) for _ in range(4))), strategy)
+            model(torch.randn(4, 8) + collective.rank())
+            expected = parallel_core.model_state_dict(model)
+            for kind in KINDS:
+                parallel_core.save_checkpoint(tmp_path / kind, model, state_dict_type=kind)
+                parallel_core.load_checkpoint(tmp_path / kind, model)
+                found += differences(parallel_core.model_state_dict(model), expected, where=f"{strategy} {kind}")
+                found += collective.differing_tensors(dict(model.named_buffers()))
+        return found
+
+    assert ranks(work) == [[], []]

@@ -12,6 +12,7 @@ a class can declare is in `Declaration`.
 
 from __future__ import annotations
 
+from parallel_core.testing.conformance.checkpoint_clauses import CheckpointClauses
 from parallel_core.testing.conformance.compile_clauses import CompileClauses
 from parallel_core.testing.conformance.config_clauses import ConfigClauses
 from parallel_core.testing.conformance.declaration import Capability, Declaration
@@ -34,5 +35,6 @@ class StrategyConformance(
     StateClauses,
     MisfitClauses,
     OptimizerClauses,
+    CheckpointClauses,
 ):
     """Every clause of the contract; subclass it and declare the strategy."""

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from parallel_core.local_shards import LocalShard
+
 __all__ = ["DDPConfig"]
 
 Megabytes = Annotated[float, Meta(gt=0)]
@@ -93,6 +95,22 @@ def wrap_model(model: nn.Module, config: DDPConfig, device: torch.device) -> nn.
         bucket_cap_mb=config.bucket_cap_mb,
         forward_sync_buffers=config.broadcast_buffers,
     )
+
+
+@hookimpl
+def local_shards(model: nn.Module) -> dict[str, LocalShard]:
+    from torch import nn
+
+    from parallel_core.local_shards import LocalShard
+    from parallel_core.record import bare_state, inner_module, spec_of
+
+    # As by default, but that parameters are known to be the same on all ranks: they share the work of saving them.
+    state = bare_state(inner_module(model))
+    return {
+        name: LocalShard.of(value, alike=isinstance(value, nn.Parameter))
+        for name, value in state.items()
+        if spec_of(name, value) is not None
+    }
 
 
 @hookimpl

@@ -1,0 +1,149 @@
+"""A save in the background: what was there when it began, one at a time, and no failure without a word."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import parallel_core
+from parallel_core import CheckpointError, DistributedConfig
+from parallel_core import ranks as collective
+from parallel_core.checkpoint import saving
+from parallel_core.testing import Ranks
+from parallel_core.testing.conformance.runs import KINDS, Run, differences
+from tests.commands import python
+
+CONFIGS = {
+    "ddp": DistributedConfig(parallel_strategy="ddp"),
+    "fsdp": DistributedConfig(parallel_strategy="fsdp", fsdp_mixed_precision="fp32", fsdp_auto_wrap_min_params=50),
+    "fsdp2": DistributedConfig(parallel_strategy="fsdp2", fsdp2_mixed_precision="fp32", fsdp2_auto_wrap_min_params=50),
+}
+
+
+@pytest.mark.parametrize("strategy", CONFIGS)
+def test_what_is_saved_is_what_was_there_while_training_goes_on(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+    def work(kind: str) -> list[str]:
+        run, never_saved = (Run("language_model", CONFIGS[strategy], seed=1) for _ in range(2))
+        expected = []
+        for step in range(4):
+            parallel_core.save_checkpoint(
+                tmp_path / f"{kind}-{step}",
+                run.model,
+                run.optimizer,
+                state_dict_type=kind,
+                extra={"step": step},
+                background=True,
+            )
+            # The writing waits for nobody: collectives of training and of the save cross each other here.
+            run.train([step])
+            never_saved.train([step])
+            expected.append(run.full())
+        found = differences(run.full(), never_saved.full(), where="after all saves")
+        for step in range(1, 4):
+            other = Run("language_model", CONFIGS[strategy], seed=2)
+            loaded = parallel_core.load_checkpoint(tmp_path / f"{kind}-{step}", other.model, other.optimizer)
+            assert loaded.extra == {"step": step}
+            found += differences(other.full(), expected[step - 1], where=f"step {step}")
+        return found
+
+    for kind in KINDS:
+        assert ranks(work, kind) == [[], []]
+
+
+def test_a_second_save_waits_for_the_first_and_a_handle_tells_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, began = threading.Event(), threading.Event()
+    write = saving.write
+
+    def held_up(job: Any) -> None:
+        began.set()
+        assert gate.wait(30)
+        write(job)
+
+    monkeypatch.setattr(saving, "write", held_up)
+    model = nn.Linear(2, 2)
+    first = parallel_core.save_checkpoint(tmp_path / "a", model, background=True)
+    assert began.wait(30)
+    assert not first.done
+    assert parallel_core.latest_checkpoint(tmp_path) is None
+    threading.Timer(0.2, gate.set).start()
+    second = parallel_core.save_checkpoint(tmp_path / "b", model)
+    assert [first.done, second.done] == [True, True]
+    assert (first.wait(), second.wait()) == (tmp_path / "a", tmp_path / "b")
+    assert parallel_core.latest_checkpoint(tmp_path) == tmp_path / "b"
+
+
+def test_a_failure_is_the_same_on_all_ranks_and_is_raised_where_nobody_waits(
+    ranks: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work() -> list[str]:
+        logging.disable()  # it is told in the log too: see below
+        run = Run("blocks", CONFIGS["fsdp2"])
+        place, other = tmp_path / "file", tmp_path / "other"
+        if collective.rank() == 0:
+            place.touch()
+        collective.all_gather(None)
+        found = []
+
+        def caught(function: Any, *args: Any, **options: Any) -> None:
+            try:
+                function(*args, **options)
+            except CheckpointError as error:
+                found.append(str(error).replace(str(tmp_path), ""))
+            else:
+                found.append("none")
+
+        save = parallel_core.save_checkpoint(place, run.model, background=True)
+        caught(save.wait)
+        caught(parallel_core.save_checkpoint, other, run.model)  # it has been told
+        parallel_core.save_checkpoint(place, run.model, background=True)
+        caught(parallel_core.save_checkpoint, other, run.model)
+        save = parallel_core.save_checkpoint(place, run.model, background=True)
+        if collective.rank() == 1:
+            caught(save.wait)
+            found.pop()
+        caught(parallel_core.load_checkpoint, other, run.model)
+        caught(parallel_core.load_checkpoint, other, run.model)
+        logging.disable(logging.NOTSET)
+        return found
+
+    first, second = ranks(work)
+    assert first == second
+    told = "rank 0 of 2: /file is there and is no folder; choose another name"
+    unseen = f"the checkpoint /file was not saved, in the background: {told}"
+    assert first == [told, "none", unseen, f"rank 0 of 2: {unseen}", "none"]
+    (tmp_path / "file").touch()
+    parallel_core.save_checkpoint(tmp_path / "file", nn.Linear(2, 2), background=True)
+    with pytest.raises(CheckpointError, match="was not saved, in the background"):
+        parallel_core.load_checkpoint(tmp_path / "other", nn.Linear(2, 2))
+    reason = f"{tmp_path / 'file'} is there and is no folder; choose another name"
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged == [f"the checkpoint {tmp_path / 'file'} could not be saved: {reason}"]
+
+
+SCRIPT = """
+import sys
+import torch, parallel_core
+from parallel_core import DistributedConfig, process_group, save_checkpoint, wrap_model_for_training
+
+model = torch.nn.Linear(2000, 2000)
+with process_group(DistributedConfig(backend="gloo")) as group:
+    wrapped = wrap_model_for_training(model, DistributedConfig())
+    save_checkpoint(sys.argv[1] + "/ranks", wrapped, state_dict_type="full", background=True)
+if group.rank == 0:  # there is no group any more: this process is alone
+    save_checkpoint(sys.argv[1] + "/alone", torch.nn.Linear(2000, 2000), background=True)
+"""
+
+
+def test_the_process_group_and_the_process_do_not_end_before_the_write_does(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    python(*launch, "script.py", tmp_path, cwd=tmp_path)
+    for name in ("alone", "ranks"):
+        parallel_core.load_checkpoint(tmp_path / name, nn.Linear(2000, 2000))
