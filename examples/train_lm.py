@@ -1,10 +1,11 @@
 """Train a small language model on the bytes of any text, on as many devices as there are.
 
-    torchrun --standalone --nproc-per-node 2 examples/train_lm.py --config examples/parallel.toml
-    python examples/train_lm.py                    # the same on one process
+    torchrun --standalone --nproc-per-node 2 examples/train_lm.py --output runs/mine
+    python examples/train_lm.py --output runs/mine     # on one process; and it goes on where the last run stopped
 
 How the ranks share the work is one word in the config file, `parallel_strategy`. Nothing below depends on it: the loop
-is that of any PyTorch script, and runs as it is under every strategy, and under none.
+is that of any PyTorch script, and runs as it is under every strategy, and under none. A run that was stopped can go on
+under another one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import torch.nn.functional as F
 from byte_lm import ByteLM, draw_batch, read_text, write_text
 from display import parameter_table, progress
 from rich.console import Console
-from saved_run import last_saved, load_run, save_run
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -31,10 +31,13 @@ from parallel_core import (
     clip_grad_norm,
     data_parallel,
     grad_scaler,
+    latest_checkpoint,
+    load_checkpoint,
     load_config,
     no_sync,
     process_group,
     ranks,
+    save_checkpoint,
     wrap_model_for_training,
     wrap_optimizer,
 )
@@ -63,11 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         index, count = data_parallel(model)
         if args.batch % (count * args.micro_batches):
             sys.exit(f"--batch {args.batch} can't be cut into {count} shares of {args.micro_batches} micro-batches")
+        run = args.output or ranks.broadcast(Path("runs", time.strftime("%Y-%m-%d-%H%M%S")))
         first_step, first_loss = 0, 0.0
-        if args.resume:
-            saved = load_run(args.resume, model, optimizer)
-            first_step, first_loss = saved["step"], saved["first_loss"]
-            scaler.load_state_dict(saved["scaler"])
+        if latest := latest_checkpoint(run):
+            extra = load_checkpoint(latest, model, optimizer, objects={"scaler": scaler}).extra
+            first_step, first_loss = extra["step"], extra["first_loss"]
+            console.print(f"going on from {latest}; another --output starts a new run", soft_wrap=True)
 
         losses: list[float] = []
         steps = range(first_step, args.steps)
@@ -81,8 +85,17 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
                 losses.append(sum(ranks.all_gather(loss)) / group.world_size)
                 report(step, losses[-1], batch[:, 1:].numel())
                 first_loss = first_loss or losses[-1]
-                if step + 1 == args.steps or (step + 1) % args.save_every == 0:
-                    save_run(args.run, step + 1, model, optimizer, first_loss=first_loss, scaler=scaler.state_dict())
+                is_last = step + 1 == args.steps
+                if is_last or (step + 1) % args.save_every == 0:
+                    latest = save_checkpoint(
+                        run / f"step-{step + 1:06}",
+                        model,
+                        optimizer,
+                        state_dict_type=args.state_dict_type if is_last else "sharded",  # the quick kind on the way
+                        objects={"scaler": scaler},
+                        extra={"step": step + 1, "first_loss": first_loss},
+                        keep_last=args.keep_last,
+                    ).path
 
         # On every rank, because a forward pass may need them all.
         sample = write_text(
@@ -93,8 +106,10 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         console.rule()
         if losses:
             last_loss = sum(losses[-10:]) / len(losses[-10:])
-            console.print(f"saved in {last_saved(args.run)}", soft_wrap=True)
+            console.print(f"saved in {latest}", soft_wrap=True)
             console.print(f"loss {first_loss:.2f} -> {last_loss:.2f} ({last_loss / first_loss:.0%} of its start)")
+        else:
+            console.print(f"nothing to train: the run has {first_step} steps; give more --steps than that")
     return losses
 
 
@@ -134,38 +149,37 @@ def held_parameters(model: nn.Module) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the command line's arguments; `run` is the folder that the run is saved in."""
+    """Return the command line's arguments; the strategy is the last of the overrides."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
     add("overrides", nargs="*", metavar="setting=value", help="overrides the config file")
     add("--config", type=Path, default=Path(__file__).with_name("parallel.toml"), help="how the ranks share the work")
+    add("--strategy", help="overrides the config file's parallel_strategy")
     add("--data", type=Path, default=Path(os.__file__).parent, help="any file or folder of text")
     add("--max-bytes", type=int, default=4_000_000, help="read no more of it")
-    run = parser.add_mutually_exclusive_group()
-    run.add_argument("--output", type=Path, help="the folder to save the run in; a new one in runs/ if not given")
-    run.add_argument("--resume", type=Path, help="the folder of a saved run to go on with")
+    add("--output", type=Path, help="the run's folder; a run that is there goes on; a new one in runs/ if not given")
+    add("--save-every", type=int, default=50, help="steps")
+    add("--keep-last", type=int, default=2, help="checkpoints of the run")
+    add("--state-dict-type", choices=["full", "sharded"], default="full", help="of the last checkpoint")
     add("--width", type=int, default=128, help="of the model")
     add("--depth", type=int, default=4, help="blocks")
     add("--heads", type=int, default=4, help="of attention")
     add("--context", type=int, default=64, help="bytes that the model sees")
-    add("--steps", type=int, default=150, help="in all, those of the run that is resumed included")
+    add("--steps", type=int, default=150, help="in all, those before a stop included")
     add("--batch", type=int, default=32, help="windows of text a step, over all ranks")
     add("--micro-batches", type=int, default=2, help="backward passes a step")
     add("--learning-rate", type=float, default=3e-3, help="at its peak")
     add("--clip", type=float, default=1.0, help="the largest norm of the gradients")
     add("--seed", type=int, default=0, help="of the weights, the data's order and the sample")
-    add("--save-every", type=int, default=100, help="steps")
     add("--report-every", type=int, default=25, help="steps, where no terminal shows a bar")
     add("--prompt", type=str.encode, default="def ", help="the beginning of the sample")
     add("--sample", type=int, default=300, help="bytes to write in the end")
     args = parser.parse_intermixed_args(arguments)
-    args.run = args.resume or args.output or Path("runs", time.strftime("%Y-%m-%d-%H%M%S"))
+    args.overrides += [f"parallel_strategy={args.strategy}"] if args.strategy else []
     if not args.data.exists():
         parser.error(f"--data {args.data}: no such file or folder")
-    if args.output and last_saved(args.output):
-        parser.error(f"--output {args.output} holds a saved run: go on with it by --resume, or choose another folder")
     return args
 
 

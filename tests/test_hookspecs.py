@@ -39,6 +39,7 @@ def test_the_hooks_are_these() -> None:
         "load_model_state_dict",
         "optimizer_state_dict",
         "load_optimizer_state_dict",
+        "local_shards",
         "clip_grad_norm",
         "no_sync",
         "grad_scaler",

@@ -102,7 +102,7 @@ def test_the_api_reference_has_no_name_that_is_not_public(document_at: Callable[
     assert documented <= set(parallel_core.__all__)
 
 
-@pytest.mark.parametrize("module", ["sharding", "sharding_checks", "recomputation", "units", "ranks"])
+@pytest.mark.parametrize("module", ["sharding", "sharding_checks", "recomputation", "units", "ranks", "local_shards"])
 def test_what_strategies_that_shard_share_is_in_the_api_reference(
     document_at: Callable[[str], Document], module: str
 ) -> None:

@@ -10,14 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from parallel_core.testing import Ranks
+from parallel_core.testing import Ranks, RanksFailed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "train_lm.py"
@@ -88,42 +88,61 @@ def examples_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def train(ranks: Ranks, tmp_path: Path) -> Train:
-    """Train on pooled ranks: `train("fsdp", 2, "--resume", run)` returns the loss of every step."""
+    """Train on pooled ranks: `train("fsdp", 2, "--output", run)` returns the loss of every step.
 
-    def train(strategy: str, world_size: int, *arguments: str | Path, steps: int = STEPS) -> list[float]:
-        # A run that resumes names its folder, any other gets its own.
-        is_placed = {"--resume", "--output"} & set(arguments)
-        place = () if is_placed else ("--output", tmp_path / f"{strategy}-on-{world_size}")
-        line = [*TINY, "--steps", str(steps), *map(str, (*place, *arguments))]
+    `shown` is a list that gets what each rank printed.
+    """
 
-        def work() -> list[float]:
+    def train(
+        strategy: str, world_size: int, *arguments: str | Path, steps: int = STEPS, shown: list[str] | None = None
+    ) -> list[float]:
+        # A run that is to go on names its folder, any other gets one of its own.
+        place = () if "--output" in arguments else ("--output", tmp_path / f"{strategy}-on-{world_size}")
+        line = [*TINY, "--strategy", strategy, "--steps", str(steps), *map(str, (*place, *arguments))]
+
+        def work() -> tuple[list[float], str]:
             import train_lm
 
-            return train_lm.main(line)
+            with redirect_stdout(io.StringIO()) as printed:
+                return train_lm.main(line), printed.getvalue()
 
         # Not the pool's own process group: the script makes one, from the environment that torchrun would have set.
-        env = {"PARALLEL_CORE_PARALLEL_STRATEGY": strategy}
-        losses = ranks(work, world_size=world_size, process_group=False, env=env)
+        answers = ranks(work, world_size=world_size, process_group=False)
+        losses = [each for each, _ in answers]
         assert all(other == losses[0] for other in losses), "the ranks report different losses"
+        if shown is not None:
+            shown += [printed for _, printed in answers]
         return list(losses[0])
 
     return train
 
 
-def test_one_command_trains_on_two_ranks_and_saves_what_any_tool_can_open(tmp_path: Path) -> None:
-    arguments = (
-        *TINY,
-        "--steps",
-        "40",
-        "--report-every",
-        "10",
-        "--learning-rate",
-        "0.03",
-        "--output",
-        tmp_path / "run",
-    )
+@needs_proc
+def test_a_killed_run_goes_on_from_its_last_complete_checkpoint_under_another_strategy(
+    train: Train, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with launched("--output", run, "--save-every", "2") as (process, ranks):
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+        output, _ = process.communicate(timeout=LIMIT)
+        assert process.returncode != 0
+        assert_all_end(ranks)
+    # The rank that died took the job down, and is named.
+    _, _, cause = output.partition("Root Cause")
+    assert re.search(r"rank +: 1 ", cause), output
+    assert "(SIGKILL)" in cause
+
+    # As if it had died while it saved: no checkpoint, and none of these files is to be read.
+    unfinished = run / ".step-999999.saving-0123abcd"
+    unfinished.mkdir()
+    (unfinished / "model.safetensors").write_bytes(b"half of a")
+    [*_, last] = sorted(run.glob("step-*"))
+    first_step = int(last.name.removeprefix("step-"))
+    assert first_step >= 2
+    steps = first_step + 3
     done = subprocess.run(
-        command("--config", EXAMPLES / "parallel.toml", *arguments, ranks=2),
+        command(*TINY, "--output", run, "--strategy", "ddp", "--steps", str(steps), ranks=2),
         env=environment(),
         capture_output=True,
         text=True,
@@ -131,43 +150,58 @@ def test_one_command_trains_on_two_ranks_and_saves_what_any_tool_can_open(tmp_pa
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert f"going on from {last}; another --output starts a new run" in done.stdout
+    assert re.search(r"[\d,]+ parameters, strategy ddp, 2 ranks", done.stdout), done.stdout
+    assert not unfinished.exists()
+    # Progress in lines, as this is no terminal, from one rank alone.
+    lines = re.findall(
+        rf"^step (\d+)/{steps}  loss ([\d.]+)  [\d,]+ tokens/s  \d:\d\d:\d\d left$", done.stdout, re.MULTILINE
+    )
+    assert [int(step) for step, _ in lines] == [first_step + 1, first_step + 2, steps]
+    # The losses of a run that nobody has killed.
+    assert [float(loss) for _, loss in lines] == pytest.approx(train("ddp", 1, steps=steps)[first_step:], abs=1e-4)
+    # It learns, and says so last; after where it was saved.
+    *_, saved, verdict = done.stdout.splitlines()
+    assert saved == f"saved in {run / f'step-{steps:06}'}"
+    assert re.fullmatch(r"loss [\d.]+ -> [\d.]+ \(\d+% of its start\)", verdict)
+
+
+def test_two_ranks_hold_half_each_learn_and_save_what_any_tool_can_open(train: Train, tmp_path: Path) -> None:
+    shown: list[str] = []
+    losses = train("fsdp", 2, "--report-every", "10", "--output", tmp_path / "run", steps=40, shown=shown)
     # Who holds what: half each, and nothing twice.
-    whole = re.search(r"([\d,]+) parameters, strategy fsdp, 2 ranks", done.stdout)
-    held = re.findall(r"^ +[01] +cpu +([\d,]+) +[\d.]+%", done.stdout, re.MULTILINE)
-    assert whole, done.stdout
+    whole = re.search(r"([\d,]+) parameters, strategy fsdp, 2 ranks", shown[0])
+    held = re.findall(r"^ +[01] +cpu +([\d,]+) +[\d.]+%", shown[0], re.MULTILINE)
+    assert whole, shown[0]
     counts = [int(text.replace(",", "")) for text in (*held, whole[1])]
     assert len(counts) == 3
     assert counts[0] + counts[1] == counts[2]
     assert abs(counts[0] - counts[1]) <= 2
-    # Progress in lines, as this is no terminal, from one rank alone.
-    steps = re.findall(r"^step (\d+)/40  loss [\d.]+  [\d,]+ tokens/s  \d:\d\d:\d\d left$", done.stdout, re.MULTILINE)
-    assert steps == ["1", "10", "20", "30", "40"]
-    # It learns, and says so last.
-    verdict = re.fullmatch(r"loss [\d.]+ -> [\d.]+ \((\d+)% of its start\)", done.stdout.splitlines()[-1])
-    assert verdict, done.stdout
+    assert shown[1] == "", "only one rank speaks"
+    assert re.findall(r"^step (\d+)/40 ", shown[0], re.MULTILINE) == ["1", "10", "20", "30", "40"]
+    verdict = re.fullmatch(r"loss [\d.]+ -> [\d.]+ \((\d+)% of its start\)", shown[0].splitlines()[-1])
+    assert verdict, shown[0]
+    assert int(verdict[1]) == round(100 * sum(losses[-10:]) / 10 / losses[0])
     assert int(verdict[1]) < 75  # the demo's model, in the demo's time, gets below 60
     # The weights are a bare model's.
     from byte_lm import ByteLM
 
-    weights = load_file(tmp_path / "run" / "step-00000040" / "model.safetensors")
+    weights = load_file(tmp_path / "run" / "step-000040" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     ByteLM(width=16, depth=2, heads=2, context=16).load_state_dict(weights)
 
 
-def test_the_script_runs_without_a_launcher(tmp_path: Path) -> None:
-    done = subprocess.run(
-        command(*TINY, "--steps", "2"),
-        env=environment(),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
-    assert re.search(r"^ +0 +cpu +[\d,]+ +100.0%", done.stdout, re.MULTILINE)
-    assert list(tmp_path.glob("runs/*/step-00000002/model.safetensors"))
+def test_a_run_without_a_launcher_makes_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import train_lm
+
+    for name in filter(LEAKING.match, list(os.environ)):
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    assert len(train_lm.main([*TINY, "--steps", "2"])) == 2
+    assert re.search(r"^ +0 +cpu +[\d,]+ +100.0%", capsys.readouterr().out, re.MULTILINE)
+    assert list(tmp_path.glob("runs/*/step-000002/model.safetensors"))
 
 
 @pytest.mark.parametrize(
@@ -197,32 +231,40 @@ def test_a_resumed_run_gives_the_losses_of_an_uninterrupted_one(
     train: Train, tmp_path: Path, strategy: str, world_size: int, precision: str
 ) -> None:
     setting = f"fsdp_mixed_precision={precision}"
+    cut = tmp_path / "cut"
     whole = train(strategy, world_size, setting, "--output", tmp_path / "whole")
-    first = train(strategy, world_size, setting, "--output", tmp_path / "cut", steps=2)
-    rest = train(strategy, world_size, setting, "--resume", tmp_path / "cut")
+    first = train(strategy, world_size, setting, "--output", cut, "--save-every", "1", steps=3)
+    rest = train(strategy, world_size, setting, "--output", cut, "--state-dict-type", "sharded")
     assert first + rest == whole
-    assert [folder.name for folder in (tmp_path / "cut").iterdir()] == [f"step-{STEPS:08}"]
+    # Two of the run are kept, whoever saved them; the last of each start is of the kind that was asked for.
+    assert sorted(folder.name for folder in cut.iterdir()) == ["step-000003", f"step-{STEPS:06}"]
+    assert (cut / "step-000003" / "model.safetensors").exists()
+    assert len(list((cut / f"step-{STEPS:06}").glob("model-rank-*"))) == world_size
 
 
 def test_a_run_can_be_resumed_under_another_strategy_and_on_other_ranks(train: Train, tmp_path: Path) -> None:
     whole = train("ddp", 1)
     cut = tmp_path / "cut"
-    losses = train("fsdp", 2, "--output", cut, steps=2)
-    losses += train("ddp", 2, "--resume", cut, steps=4)
-    losses += train("fsdp", 3, "--resume", cut)
+    losses = train("fsdp", 2, "--output", cut, "--state-dict-type", "sharded", steps=2)
+    losses += train("ddp", 2, "--output", cut, steps=4)
+    losses += train("fsdp", 3, "--output", cut)
     assert losses == pytest.approx(whole, abs=1e-5)
 
 
-def test_a_finished_run_can_be_resumed_to_write_a_sample(train: Train, tmp_path: Path) -> None:
+def test_a_finished_run_writes_a_sample_and_says_that_there_is_nothing_to_train(train: Train, tmp_path: Path) -> None:
+    shown: list[str] = []
     train("fsdp", 2, "--output", tmp_path / "run")
-    assert train("fsdp", 2, "--resume", tmp_path / "run") == []
+    assert train("fsdp", 2, "--output", tmp_path / "run", shown=shown) == []
+    assert "a sample" in shown[0]
+    assert shown[0].splitlines()[-1] == f"nothing to train: the run has {STEPS} steps; give more --steps than that"
 
 
-def test_a_save_that_was_cut_off_is_no_saved_run(train: Train, tmp_path: Path) -> None:
-    train("ddp", 1, "--output", tmp_path / "run", steps=2)
-    (tmp_path / "run" / "unfinished").mkdir()
-    (tmp_path / "run" / "unfinished" / "model.safetensors").write_bytes(b"half of a")
-    assert len(train("ddp", 1, "--resume", tmp_path / "run", steps=3)) == 1
+def test_a_run_of_another_model_is_refused_and_stays(train: Train, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train("ddp", 1, "--output", run)
+    with pytest.raises(RanksFailed, match="the checkpoint does not fit the model"):
+        train("ddp", 1, "--output", run, "--depth", "1")
+    assert [folder.name for folder in run.iterdir()] == [f"step-{STEPS:06}"]
 
 
 def test_a_failure_to_save_on_one_rank_is_raised_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
@@ -237,7 +279,7 @@ def test_a_failure_to_save_on_one_rank_is_raised_on_every_rank(ranks: Ranks, tmp
     outcomes = ranks.outcomes(work, process_group=False)
     assert [outcome.status for outcome in outcomes] == ["raised", "raised"]
     assert {outcome.message for outcome in outcomes} == {outcomes[0].message}
-    assert "NotADirectoryError" in outcomes[0].message
+    assert outcomes[0].message.endswith("can't be written: Not a directory")
 
 
 @pytest.mark.parametrize(
@@ -246,9 +288,8 @@ def test_a_failure_to_save_on_one_rank_is_raised_on_every_rank(ranks: Ranks, tmp
         (("--data", "nowhere"), "--data nowhere: no such file or folder"),
         (("--batch", "5"), "--batch 5 can't be cut into 1 shares of 2 micro-batches"),
         (("--max-bytes", "16"), "has 16 bytes of text, and a context of 16 needs more"),
-        (("--resume", "nowhere"), "no saved run in nowhere"),
-        (("--output", "run"), "--output run holds a saved run"),
-        (("parallel_strategy=fdsp",), "did you mean 'fsdp'?"),
+        (("--strategy", "fdsp"), "did you mean 'fsdp'?"),
+        (("--keep-last", "0"), "keep_last: expected a whole number from 1 on or None, found 0"),
     ],
 )
 def test_what_can_not_be_done_is_refused_with_its_reason(
@@ -263,23 +304,16 @@ def test_what_can_not_be_done_is_refused_with_its_reason(
     for name in filter(LEAKING.match, list(os.environ)):
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
-    Path("run/step-00000001").mkdir(parents=True)
     with pytest.raises((SystemExit, Exception)) as caught:
         train_lm.main([*TINY, "--steps", "1", *arguments])
     assert message in f"{caught.value}{capsys.readouterr().err}"
 
 
 @needs_proc
-@pytest.mark.parametrize("pressed_in_a_terminal", [True, False])
-def test_an_interrupt_leaves_no_process_behind_and_no_traceback_of_a_rank(
-    tmp_path: Path, pressed_in_a_terminal: bool
-) -> None:
+def test_an_interrupt_leaves_no_process_behind_and_no_traceback_of_a_rank(tmp_path: Path) -> None:
     with launched("--output", tmp_path / "run") as (process, ranks):
         assert len(ranks) == 2
-        if pressed_in_a_terminal:
-            os.killpg(process.pid, signal.SIGINT)
-        else:
-            process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
         output, _ = process.communicate(timeout=LIMIT)
         assert process.returncode != 0
         assert_all_end(ranks)
@@ -287,19 +321,7 @@ def test_an_interrupt_leaves_no_process_behind_and_no_traceback_of_a_rank(
     assert "[rank" not in output
 
 
-@needs_proc
-def test_a_rank_that_dies_takes_the_job_down_and_is_named(tmp_path: Path) -> None:
-    with launched("--output", tmp_path / "run") as (process, ranks):
-        os.kill(ranks[1], signal.SIGKILL)
-        output, _ = process.communicate(timeout=LIMIT)
-        assert process.returncode != 0
-        assert_all_end(ranks)
-    _, _, cause = output.partition("Root Cause")
-    assert re.search(r"rank +: 1 ", cause), output
-    assert "(SIGKILL)" in cause
-
-
-@pytest.mark.parametrize("file", ["train_lm.py", "byte_lm.py", "saved_run.py", "display.py"])
+@pytest.mark.parametrize("file", ["train_lm.py", "byte_lm.py", "display.py"])
 def test_the_script_names_no_strategy(file: str) -> None:
     source = (EXAMPLES / file).read_text(encoding="utf-8").lower()
     assert "fsdp" not in source
