@@ -2,8 +2,8 @@
 
     python benchmarks/checkpoints.py [--width 1024] [--depth 11] [--repeat 3] [--folder DIR]
 
-Growth is the highest resident memory of a rank during the call, above what it was just before, as a share of the model's
-bytes or, with AdamW, of all the bytes saved; no file is ever mapped into memory here, so that it is memory of the rank's
+Growth is the highest resident memory of a rank during the call, above what it was just before, as a share of the
+model's bytes or, with AdamW, of all the bytes saved. No file is mapped into memory here: it is all memory of the rank's
 own. "Kept" is what is left of it after a load, beyond the rank's own optimizer state. The numbers are those of rank 0
 and rank 1. Time is the shortest of the repeats, on the slower rank. It reads Linux's /proc.
 """
@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
@@ -36,6 +35,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from parallel_core import (
     DistributedConfig,
@@ -106,7 +107,7 @@ def config_of(strategy: str) -> DistributedConfig:
 def made(case: Case, width: int, depth: int, *, stepped: bool) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Return a wrapped model, and its optimizer, which has state if it has stepped."""
     torch.manual_seed(0)
-    model = Transformer(width, depth)
+    model: nn.Module = Transformer(width, depth)
     model = wrap_model_for_training(model, config_of(case.strategy)) or model
     if not case.adamw:
         return model, None
@@ -126,7 +127,7 @@ def save_by_hand(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer
         state["model"] = get_model_state_dict(model)
     else:
         state["model"], state["optimizer"] = get_state_dict(model, optimizer)
-    dcp.save(state, checkpoint_id=place)
+    dcp_save(state, checkpoint_id=place)
 
 
 def load_by_hand(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -134,11 +135,11 @@ def load_by_hand(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     state: dict[str, Any] = {}
     if optimizer is None:
         state["model"] = get_model_state_dict(model)
-        dcp.load(state, checkpoint_id=place)
+        dcp_load(state, checkpoint_id=place)
         set_model_state_dict(model, state["model"])
         return
     state["model"], state["optimizer"] = get_state_dict(model, optimizer)
-    dcp.load(state, checkpoint_id=place)
+    dcp_load(state, checkpoint_id=place)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
@@ -147,6 +148,8 @@ def measure(case: Case, width: int, depth: int, repeat: int, folder: Path) -> li
     model, optimizer = made(case, width, depth, stepped=True)
     size = sum(parameter.numel() * 4 for parameter in Transformer(width, depth).to("meta").parameters())
     place = folder / "checkpoint"
+    save: Callable[..., object]
+    load: Callable[..., object]
     if case.by_hand:
         save, load = partial(save_by_hand, place), partial(load_by_hand, place)
     else:

@@ -15,7 +15,7 @@ import torch
 
 from parallel_core.errors import StateDictError
 
-__all__ = ["load_named_state", "named_groups"]
+__all__ = ["load_named_state", "named_groups", "required_groups"]
 
 
 def named_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
@@ -45,6 +45,17 @@ def named_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torc
     ]
 
 
+def required_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
+    """Return the groups that a state to be loaded must have: `named_groups`, without what others have put into them.
+
+    Schedulers keep values of their own there (`initial_lr`), which a state has that was saved with the same scheduler.
+    """
+    return [
+        {key: value for key, value in group.items() if key == "params" or key in optimizer.defaults}
+        for group in named_groups(optimizer, parameters)
+    ]
+
+
 def load_named_state(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.Tensor],
@@ -67,7 +78,7 @@ def load_named_state(
         for parameter in group["params"]:
             positions[name_of[parameter]] = len(positions)
     own_groups = [
-        {**saved, "params": [positions[name_of[parameter]] for parameter in group["params"]]}
+        {**group, **saved, "params": [positions[name_of[parameter]] for parameter in group["params"]]}
         | ({"param_names": group["param_names"]} if "param_names" in group else {})
         for group, saved in zip(optimizer.param_groups, groups, strict=True)
     ]

@@ -15,7 +15,7 @@ from parallel_core import ranks
 from parallel_core.answering import settled
 from parallel_core.errors import StateDictError, StrategyError
 from parallel_core.hookspecs import StateDictType
-from parallel_core.optimizer_state import named_groups
+from parallel_core.optimizer_state import required_groups
 from parallel_core.optimizer_state_dicts import check_optimizer_state_dict
 from parallel_core.record import Layout, bare_parameters
 from parallel_core.state_dicts import (
@@ -133,6 +133,6 @@ def load_optimizer_state_dict(
     record, strategy, model = settled(model)
     layout = Layout.of(model) if record is None else record.layout
     with ranks.agreement(StateDictError):
-        groups = named_groups(optimizer, bare_parameters(model))
+        groups = required_groups(optimizer, bare_parameters(model))
     checked = check_optimizer_state_dict(layout, groups, state_dict, kind)
     strategy.load_optimizer_state_dict(model, optimizer, checked, kind)

@@ -168,7 +168,7 @@ def objects_part(objects: Mapping[str, Any]) -> Part:
         CheckpointError: one has no `state_dict`, or there is something in it that can't be saved without pickle.
     """
     part = Part(values={})
-    for name, thing in objects.items():
+    for name, thing in sorted(objects.items()):
         if not callable(getattr(thing, "state_dict", None)):
             raise CheckpointError(f"objects[{name!r}] has no state_dict(): found {type(thing).__name__}")
         where = f"objects[{name!r}].state_dict()"

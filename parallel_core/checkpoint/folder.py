@@ -47,6 +47,9 @@ def check_place(place: Path) -> None:
     Raises:
         CheckpointError: something stands there that is no checkpoint.
     """
+    above = next(parent for parent in place.parents if parent.exists())
+    if not above.is_dir():
+        raise CheckpointError(f"{place}: {above} is no folder; choose another name")
     if place.is_symlink() or (place.exists() and not place.is_dir()):
         raise CheckpointError(f"{place} is there and is no folder; choose another name")
     if place.is_dir() and not (place / MANIFEST).is_file() and any(place.iterdir()):
@@ -68,9 +71,9 @@ def folder_to_build(place: Path) -> Iterator[Path]:
     clean(place.parent)
     folder = _beside(place, SAVING)
     folder.mkdir()
-    lock = os.open(folder, os.O_RDONLY)
+    while (lock := _lock(folder)) is None:  # somebody cleaned it away before it was locked
+        folder.mkdir(exist_ok=True)
     try:
-        _lock(lock)
         yield folder
     finally:
         os.close(lock)
@@ -111,8 +114,9 @@ def standing(place: Path) -> Path:
 def clean(parent: Path) -> None:
     """Remove what killed processes have left in a folder, and put back what they had moved away."""
     for leftover in parent.glob(f".*{SAVING}*"):
-        if not _is_locked(leftover):
+        if (lock := _lock(leftover, wait=False)) is not None:
             shutil.rmtree(leftover, ignore_errors=True)
+            os.close(lock)
     for old in parent.glob(f".*{REPLACED}*"):
         place = _place_of(old)
         if place.exists():
@@ -166,24 +170,29 @@ def _others(place: Path, kind: str) -> list[Path]:
     return [path for path in place.parent.glob(".*") if path.name.startswith(prefix)]
 
 
-def _lock(descriptor: int) -> None:
-    # The kernel lets go of it when the process ends, however that happens. Some network file systems refuse.
-    with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _lock(folder: Path, *, wait: bool = True) -> int | None:
+    """Lock a folder and return what must be closed to unlock it.
 
-
-def _is_locked(folder: Path) -> bool:
+    The kernel lets go of a lock when its process ends, however that happens. None is returned where the folder has gone
+    meanwhile; without waiting, also where another process has it, or where the file system knows no locks, so that
+    nobody can tell.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return False
+    except FileNotFoundError:
+        return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held by a process that is saving, or there are no locks here: then nobody can tell
-        return True
-    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        if wait:
+            return descriptor
         os.close(descriptor)
-    return False
+        return None
+    with suppress(FileNotFoundError):
+        if folder.stat().st_ino == os.fstat(descriptor).st_ino:
+            return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -21,14 +21,14 @@ from parallel_core.checkpoint.contents import modules_with_extra_state
 from parallel_core.checkpoint.manifest import RANDOM_STATES
 from parallel_core.checkpoint.matching import check_optimizer, match
 from parallel_core.checkpoint.opening import Saved, check_hashes, check_sizes, open_saved
+from parallel_core.checkpoint.options import check_alike
 from parallel_core.checkpoint.random_states import restore_random_state
 from parallel_core.checkpoint.reading import SavedReader
-from parallel_core.checkpoint.saving import check_alike
 from parallel_core.checkpoint.targets import targets_of
 from parallel_core.checkpoint.telling import as_checkpoint_error
 from parallel_core.checkpoint.tree import decode
 from parallel_core.errors import CheckpointError
-from parallel_core.optimizer_state import named_groups
+from parallel_core.optimizer_state import required_groups
 from parallel_core.record import Layout, bare_parameters
 
 
@@ -89,8 +89,13 @@ def load_checkpoint(
         check_sizes(saved)
     # Of the whole manifest: a rank that sees another folder, or sees it at another time, must not load another half.
     digest = hashlib.sha256(msgspec.json.encode(saved.manifest)).hexdigest()
-    asked = {"optimizer": optimizer is not None, "strict": strict, "cast": cast, "random_state": random_state}
-    check_alike("load", (str(saved.place), digest, sorted(objects or {})), asked)
+    told: dict[str, Any] = {
+        "path": str(saved.place),
+        "the SHA-256 of the manifest": digest,
+        "optimizer": type(optimizer).__name__,
+    }
+    told |= {"strict": strict, "cast": cast, "random_state": random_state}
+    check_alike("load", told)
     if verify:
         with ranks.agreement(CheckpointError):
             check_hashes(saved, saved.manifest.files[ranks.rank() :: ranks.world_size()])
@@ -98,7 +103,7 @@ def load_checkpoint(
         with ranks.agreement(CheckpointError):
             found = match(layout, saved.manifest, reader, strict=strict, cast=cast)
             if optimizer is not None:
-                check_optimizer(layout, named_groups(optimizer, bare_parameters(model)), saved.manifest.optimizer)
+                check_optimizer(layout, required_groups(optimizer, bare_parameters(model)), saved.manifest.optimizer)
             states = _object_states(saved, objects or {}, reader)
             generators = _random_state(saved) if random_state else None
             extra = decode(saved.manifest.extra)
@@ -133,6 +138,8 @@ def _objects_loaded(objects: Mapping[str, Any], states: Mapping[str, Any]) -> It
     try:
         with ranks.agreement(CheckpointError):
             for name, thing in objects.items():
+                if not states[name]:
+                    continue  # a gradient scaler that was disabled when it was saved, say; an enabled one refuses it
                 try:
                     thing.load_state_dict(states[name])
                 except Exception as error:

@@ -72,7 +72,7 @@ class _Shards:
 
         def tensor_for(name: str, source: str) -> torch.Tensor:
             info = saved.tensors[source]
-            target = _state_tensor(parameters[name], self._shards[name], info)
+            target = _state_tensor(name, parameters[name], self._shards[name], info)
             reader.fill(_state_shard(target, self._shards[name], info), source, info)
             return target
 
@@ -146,8 +146,12 @@ def _state(saved: Section, tensor_for: Callable[[str, str], torch.Tensor]) -> di
     }
 
 
-def _state_tensor(parameter: torch.Tensor, shard: LocalShard, info: SavedTensor) -> torch.Tensor:
-    """Return an empty tensor for a part of a parameter's state: laid out as the parameter, if it has its shape."""
+def _state_tensor(name: str, parameter: torch.Tensor, shard: LocalShard, info: SavedTensor) -> torch.Tensor:
+    """Return an empty tensor for a part of a parameter's state: laid out as the parameter, if it has its shape.
+
+    Raises:
+        CheckpointError: it says something about a whole parameter that this rank has no view of.
+    """
     dtype = dtype_named(info.dtype)
     if info.shape == shard.shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -157,6 +161,11 @@ def _state_tensor(parameter: torch.Tensor, shard: LocalShard, info: SavedTensor)
         # The optimizer computes with it and with the parameter's gradient, which is a DTensor.
         mesh = parameter.device_mesh
         return empty(info.shape, dtype=dtype, device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
+    if info.shape and shard.region != Region.whole(shard.shape):
+        raise CheckpointError(
+            f"the optimizer's state for {name!r} has {info}, where the parameter has {list(shard.shape)}: it can't go "
+            f"on from that under a strategy that shows it pieces of parameters; use the strategy that saved it"
+        )
     return torch.empty(info.shape, dtype=dtype, device="cpu")
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import parallel_core
 from parallel_core import CheckpointError, DistributedConfig
 from parallel_core import ranks as collective
-from parallel_core.checkpoint import saving
+from parallel_core.checkpoint import publishing
 from parallel_core.testing import Ranks
 from parallel_core.testing.conformance.runs import KINDS, Run, differences
 from tests.commands import python
@@ -59,14 +59,13 @@ def test_a_second_save_waits_for_the_first_and_a_handle_tells_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, began = threading.Event(), threading.Event()
-    write = saving.write
 
     def held_up(job: Any) -> None:
         began.set()
         assert gate.wait(30)
-        write(job)
+        publishing.write(job)
 
-    monkeypatch.setattr(saving, "write", held_up)
+    monkeypatch.setattr("parallel_core.checkpoint.saving.write", held_up)
     model = nn.Linear(2, 2)
     first = parallel_core.save_checkpoint(tmp_path / "a", model, background=True)
     assert began.wait(30)

@@ -218,6 +218,14 @@ def test_schedulers_scalers_and_other_objects_come_back_by_name(tmp_path: Path) 
     assert other_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
+def test_an_object_saved_without_state_is_left_as_it_is(tmp_path: Path) -> None:
+    """A gradient scaler that was disabled, say: torch's own refuses such a state where it is enabled."""
+    model, enabled = nn.Linear(2, 2), torch.amp.GradScaler("cpu", init_scale=8.0)
+    parallel_core.save_checkpoint(tmp_path / "a", model, objects={"scaler": torch.amp.GradScaler("cpu", enabled=False)})
+    parallel_core.load_checkpoint(tmp_path / "a", model, objects={"scaler": enabled})
+    assert enabled.get_scale() == 8.0
+
+
 def test_an_object_that_does_not_take_its_state_leaves_all_as_it_was(tmp_path: Path) -> None:
     class Picky:
         def state_dict(self) -> dict[str, Any]:
@@ -243,7 +251,7 @@ def test_an_object_that_does_not_take_its_state_leaves_all_as_it_was(tmp_path: P
         parallel_core.load_checkpoint(tmp_path / "a", run.model, run.optimizer, objects=objects)
     assert differences(run.full(), before[0]) == []
     assert scheduler.state_dict() == before[1]
-    with pytest.raises(CheckpointError, match=r"has no state of objects\['loader'\]; saved are: 'scheduler', 'picky'"):
+    with pytest.raises(CheckpointError, match=r"has no state of objects\['loader'\]; saved are: 'picky', 'scheduler'"):
         parallel_core.load_checkpoint(tmp_path / "a", run.model, objects={"loader": scheduler})
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import parallel_core
-from parallel_core import DistributedConfig
+from parallel_core import CheckpointError, DistributedConfig
 from parallel_core.testing import Ranks
-from parallel_core.testing.conformance.runs import KINDS, Run
+from parallel_core.testing.conformance.runs import KINDS, Run, differences
 
 CONFIGS = {
     "ddp": DistributedConfig(parallel_strategy="ddp"),
@@ -85,6 +85,49 @@ def saved_and_loaded(strategy: str, folder: Path) -> list[str]:
             if (losses := train(run, range(2, 4))) != expected:
                 found.append(f"{name}, {kind}: losses {losses}, without the stop {expected}")
     return found
+
+
+def test_a_scheduler_may_come_and_go_between_save_and_load(tmp_path: Path) -> None:
+    """What a scheduler keeps in the optimizer's groups is neither asked for nor lost."""
+    alone, scheduled = (Run("blocks", None, seed=seed) for seed in (1, 2))
+    assert alone.optimizer is not None
+    assert scheduled.optimizer is not None
+    torch.optim.lr_scheduler.OneCycleLR(scheduled.optimizer, 0.5, total_steps=9)
+    options = dict(scheduled.optimizer.param_groups[0])
+    parallel_core.save_checkpoint(tmp_path / "alone", alone.model, alone.optimizer)
+    parallel_core.load_checkpoint(tmp_path / "alone", scheduled.model, scheduled.optimizer)
+    group = scheduled.optimizer.param_groups[0]
+    assert {key: group[key] for key in ("initial_lr", "max_lr", "min_lr")} == {
+        key: options[key] for key in ("initial_lr", "max_lr", "min_lr")
+    }
+    assert group["lr"] == alone.optimizer.param_groups[0]["lr"]
+    state = parallel_core.optimizer_state_dict(alone.model, alone.optimizer)
+    parallel_core.load_optimizer_state_dict(scheduled.model, scheduled.optimizer, state)
+
+
+def test_state_of_whole_parameters_is_refused_under_fsdp(ranks: Ranks, tmp_path: Path) -> None:
+    """Which shows an optimizer pieces of parameters: what says something about a whole one can't be kept or used."""
+
+    def work() -> list[str]:
+        def run(name: str, strategy: str) -> Run:
+            return Run("blocks", CONFIGS[strategy], make_optimizer=OPTIMIZERS[name])
+
+        pieces, whole, other = run("LBFGS", "fsdp"), run("Adafactor", "ddp"), run("Adafactor", "fsdp")
+        train(pieces, range(1))
+        train(whole, range(1))
+        before = other.full()
+        with pytest.raises(CheckpointError) as not_saved:
+            parallel_core.save_checkpoint(tmp_path / "pieces", pieces.model, pieces.optimizer)
+        parallel_core.save_checkpoint(tmp_path / "whole", whole.model, whole.optimizer)
+        with pytest.raises(CheckpointError) as not_loaded:
+            parallel_core.load_checkpoint(tmp_path / "whole", other.model, other.optimizer)
+        assert differences(other.full(), before) == []
+        return [str(not_saved.value), str(not_loaded.value)]
+
+    first, second = ranks(work)
+    assert first == second
+    assert "it says nothing about the whole parameter; use another strategy for this optimizer (ddp)" in first[0]
+    assert "it can't go on from that under a strategy that shows it pieces of parameters" in first[1]
 
 
 @pytest.mark.parametrize("strategy", CONFIGS)

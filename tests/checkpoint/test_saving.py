@@ -168,7 +168,14 @@ def test_ranks_that_ask_for_different_things_are_told(ranks: Ranks, tmp_path: Pa
     first, second = ranks(work)
     assert first == second
     *alike, extra, objects = first
-    assert all(message.startswith("every rank must save in the same way, found ") for message in alike)
+    assert alike == [
+        f"every rank must save in the same way: {difference}"
+        for difference in (
+            f"path is {str(tmp_path / 'rank-0')!r} on rank 0 and {str(tmp_path / 'rank-1')!r} on rank 1",
+            "state_dict_type is 'full' on rank 0 and 'sharded' on rank 1",
+            "optimizer is 'AdamW' on rank 0 and 'NoneType' on rank 1",
+        )
+    ]
     assert extra.startswith("extra is not the same on rank 1 as on rank 0")
     assert objects.startswith("objects is not the same on rank 1 as on rank 0")
     assert names(tmp_path) == ["b"]
@@ -251,6 +258,10 @@ def test_a_place_where_something_else_stands_is_refused(tmp_path: Path) -> None:
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "__0_0.distcp").write_bytes(b"half")
     (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        CheckpointError, match=f"^{tmp_path}/file/below/it: {tmp_path}/file is no folder; choose another"
+    ):
+        parallel_core.save_checkpoint(tmp_path / "file" / "below" / "it", model)
     for name, message in {
         "file": "is there and is no folder; choose another name",
         "half": "is there and is no checkpoint: it lacks manifest.json; move it away, or choose another name",

@@ -1,0 +1,84 @@
+"""What a save was asked for, and whether all ranks were asked for the same."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel_core import ranks
+from parallel_core.checkpoint.folder import checkpoint_path
+from parallel_core.checkpoint.tensor_bytes import dtype_name
+from parallel_core.errors import CheckpointError
+from parallel_core.hookspecs import StateDictType
+from parallel_core.state_dicts import parse_state_dict_type
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `save_checkpoint` was asked for, checked; must be the same on every rank."""
+
+    place: Path
+    state_dict_type: StateDictType
+    dtype: str | None
+    max_file_bytes: int | None
+    keep_last: int | None
+    checksum: bool
+    random_state: bool
+
+    def told(self) -> dict[str, Any]:
+        """Return it by the names of the arguments, in a form to be compared and read."""
+        told = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {"path": str(told.pop("place")), **told, "state_dict_type": self.state_dict_type.value}
+
+
+def checked_options(
+    path: str | os.PathLike[str],
+    state_dict_type: StateDictType | str,
+    dtype: torch.dtype | None,
+    max_file_bytes: int | None,
+    keep_last: int | None,
+    checksum: bool,
+    random_state: bool,
+) -> Options:
+    """Return what `save_checkpoint` was asked for.
+
+    Raises:
+        CheckpointError, StateDictError: a value is none that can be asked for.
+    """
+    kind = parse_state_dict_type(state_dict_type)
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise CheckpointError(
+            f"dtype: expected a torch.dtype of floating point such as torch.bfloat16, found {dtype!r}"
+        )
+    for name, value in (("max_file_bytes", max_file_bytes), ("keep_last", keep_last)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise CheckpointError(f"{name}: expected a whole number from 1 on or None, found {value!r}")
+    if max_file_bytes is not None and kind is StateDictType.SHARDED:
+        raise CheckpointError("max_file_bytes is for state_dict_type='full'; under 'sharded' each rank has one file")
+    saved_dtype = None if dtype is None else dtype_name(dtype)
+    return Options(checkpoint_path(path), kind, saved_dtype, max_file_bytes, keep_last, bool(checksum), random_state)
+
+
+def check_alike(what: str, told: dict[str, Any]) -> None:
+    """Agree that all ranks were asked for the same; a collective.
+
+    Args:
+        what: "save" or "load".
+        told: what this rank was asked for, by the names of the arguments.
+
+    Raises:
+        CheckpointError: they were not; the same error on every rank.
+    """
+    gathered = ranks.all_gather(told)
+    different = [
+        f"{name} is {gathered[0][name]!r} on rank 0 and {other[name]!r} on rank {rank}"
+        for rank, other in enumerate(gathered)
+        for name in told
+        if other[name] != gathered[0][name]
+    ]
+    if different:
+        raise CheckpointError(f"every rank must {what} in the same way: {'; '.join(different[:5])}")
