@@ -7,6 +7,7 @@ change unseen. No torch is needed to read it.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -198,3 +199,6 @@ def _check_sense(path: Path, manifest: Manifest) -> None:
                     or any(offset < 0 or size < 0 or offset + size > end for offset, size, end in ends)
                 ):
                     raise CheckpointError(f"{path}: {name!r} is {tensor}, and can't have the piece {piece}")
+            covered = sum(math.prod(piece.sizes) for piece in tensor.pieces)
+            if covered * SIZES[tensor.dtype] != tensor.nbytes:
+                raise CheckpointError(f"{path}: {name!r} is {tensor}, and its pieces have {covered} elements")
