@@ -15,7 +15,7 @@ import torch
 
 from parallel_core.checkpoint.manifest import SavedFile
 from parallel_core.checkpoint.safetensors_format import TensorInfo, encode_header, file_order
-from parallel_core.checkpoint.tensor_bytes import CHUNK, chunks, dtype_named, in_a_row, memory, runs_of
+from parallel_core.checkpoint.tensor_bytes import chunks, dtype_named, in_a_row, memory, runs_of
 from parallel_core.errors import CheckpointError
 from parallel_core.local_shards import LocalShard, Region
 
@@ -137,15 +137,10 @@ def index_of(files: Mapping[str, Mapping[str, TensorInfo]]) -> bytes:
     return msgspec.json.format(msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": weight_map}))
 
 
-def steps(infos: Mapping[str, TensorInfo], most: int = CHUNK) -> Iterator[tuple[str, Region]]:
-    """Yield the parts of a file of whole tensors, in the order of its bytes: a name, and a run of that tensor.
-
-    Args:
-        infos: the tensors.
-        most: how many bytes a run may have.
-    """
+def steps(infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Region]]:
+    """Yield the parts of a file of whole tensors, in the order of its bytes: a name, and a run of that tensor."""
     for name in file_order(infos):
-        for run in runs_of(infos[name], most):
+        for run in runs_of(infos[name]):
             yield name, run
 
 
