@@ -79,8 +79,9 @@ def consolidate(
     one, other = saved.folder.resolve(), place.resolve()
     if one.is_relative_to(other) or other.is_relative_to(one):
         raise CheckpointError(f"the target {place} and the source {saved.place} overlap; choose a folder apart from it")
-    check_sizes(saved)
-    if verify and (bad := verify_files(saved, checking).bad):
+    if not verify:
+        check_sizes(saved)
+    elif bad := verify_files(saved, checking).bad:
         lines = [f"{name}: {reason}" for name, reason in bad.items()]
         raise CheckpointError("\n  - ".join([f"{saved.place} is damaged; use another checkpoint:", *lines]))
     with told_of(place), folder_to_build(place) as folder, SavedReader(saved) as reader:

@@ -16,6 +16,7 @@ from parallel_core.checkpoint.manifest import Section
 from parallel_core.checkpoint.opening import Saved, header_of
 from parallel_core.checkpoint.tree import TENSOR, decode
 from parallel_core.errors import CheckpointError
+from parallel_core.strategy_config import CORE_FIELDS
 
 SHOWN = 20
 """Rows of a table before those that are alike become one."""
@@ -64,6 +65,11 @@ def cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
 
 
+def counted(number: int, what: str) -> str:
+    """Return `1 file`, or `2 000 files`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}".replace(",", " ")
+
+
 def _facts(saved: Saved, *, every: bool) -> Iterator[tuple[str, str]]:
     manifest, origin = saved.manifest, saved.manifest.origin
     yield "path", str(saved.place)
@@ -75,18 +81,20 @@ def _facts(saved: Saved, *, every: bool) -> Iterator[tuple[str, str]]:
     else:
         yield "kind", f"{manifest.state_dict_type} checkpoint"
         yield "saved at", f"{dt.datetime.fromtimestamp(manifest.saved_at, dt.UTC):%Y-%m-%d %H:%M:%S} UTC"
-        yield "saved by", f"{origin.strategy}, {_count(manifest.world_size, 'rank')}"
+        yield "saved by", f"{origin.strategy}, {counted(manifest.world_size, 'rank')}"
         yield "versions", ", ".join(f"{name} {version}" for name, version in origin.versions.items())
-        for index, (name, value) in enumerate(origin.config.items()):
-            yield "" if index else "config", f"{name} = {json.dumps(value)}"
-    yield "size", f"{decimal(manifest.nbytes)} in {_count(len(manifest.files), 'file')}"
+        own = (*CORE_FIELDS, f"{origin.config.get('parallel_strategy')}_")
+        shown = [name for name in origin.config if every or name.startswith(own)]
+        for index, name in enumerate(shown):
+            yield "" if index else "config", f"{name} = {json.dumps(origin.config[name])}"
+    yield "size", f"{decimal(manifest.nbytes)} in {counted(len(manifest.files), 'file')}"
     yield "model", _sum(manifest.model)
     for group in manifest.tied:
         yield "tied", " = ".join(map(repr, group))
     if saved.is_checkpoint:
         yield "optimizer", f"{origin.optimizer}: {_sum(manifest.optimizer)}" if manifest.optimizer else "none"
         yield "objects", ", ".join(map(repr, manifest.objects.values or ())) or "none"
-        yield "random states", f"of {_count(manifest.world_size, 'rank')}" if manifest.random_states else "none"
+        yield "random states", f"of {counted(manifest.world_size, 'rank')}" if manifest.random_states else "none"
         extra = repr(decode(manifest.extra))
         yield "extra", extra if every else cut(extra)
 
@@ -117,6 +125,7 @@ def _tensors(title: str, section: Section, *, every: bool) -> Part:
         pieces = sorted({len(tensor.pieces) for tensor in found})
         cut = str(pieces[0]) if len(pieces) == 1 else f"{pieces[0]} to {pieces[-1]}"
         name = names[0] if len(names) == 1 else key
+        name = name if name and name == name.strip() else repr(name)  # one that begins with a space can be seen
         size = decimal(sum(tensor.nbytes for tensor in found))
         rows.append((name, str(len(names)), dtype, str(list(shape)), size, cut))
     header = ("tensor", "count", "dtype", "shape", "size", "pieces")
@@ -159,12 +168,8 @@ def _sum(section: Section) -> str:
     elements = sum(math.prod(tensor.shape) for tensor in tensors)
     dtypes = _listed(dict.fromkeys(tensor.dtype for tensor in tensors))
     size = decimal(sum(tensor.nbytes for tensor in tensors))
-    return f"{_count(len(tensors), 'tensor')}, {_count(elements, 'element')}, {size}{dtypes}"
+    return f"{counted(len(tensors), 'tensor')}, {counted(elements, 'element')}, {size}{dtypes}"
 
 
 def _listed(names: Iterable[str]) -> str:
     return "".join(f", {name}" for name in names)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}".replace(",", " ")

@@ -7,14 +7,18 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 
-from parallel_core.checkpoint.describing import SHOWN, cut, describe
+from parallel_core.checkpoint.describing import SHOWN, counted, cut, describe
 from parallel_core.checkpoint.manifest import read_manifest
 from parallel_core.checkpoint.opening import open_saved
 from parallel_core.checkpoint.verifying import verify
 from parallel_core.cli.printing import print_table, printable, progress_bars
+
+if TYPE_CHECKING:
+    from parallel_core.checkpoint.comparing import TensorDifference
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -46,12 +50,11 @@ def check(path: Path) -> int:
         verdict = verify(path, bar("comparing"))
     if verdict.bad:
         _print(("file", "what is wrong"), list(verdict.bad.items()))
-    print(f"{path}: {len(verdict.bad)} of {len(verdict.bad) + len(verdict.good)} files damaged")
+    count = counted(len(verdict.bad) + len(verdict.good), "file")
+    print(f"{path}: {f'{len(verdict.bad)} of {count} damaged' if verdict.bad else f'{count}, none damaged'}")
     if verdict.unhashed:
-        print(
-            f"{len(verdict.unhashed)} of them have no hash: their sizes and headers are right, and a changed byte in "
-            f"the tensors would not be noticed"
-        )
+        count = counted(len(verdict.unhashed), "file")
+        print(f"without a hash: {count}; a change that leaves the size and the header as they were can't be seen")
     return 1 if verdict.bad else 0
 
 
@@ -74,7 +77,7 @@ def consolidate(source: Path, target: Path, dtype: str | None, max_file_bytes: i
             writing=bar("writing"),
         )
     manifest = read_manifest(place)
-    print(f"wrote {target}: a full checkpoint, {decimal(manifest.nbytes)} in {len(manifest.files)} files")
+    print(f"wrote {target}: a full checkpoint, {decimal(manifest.nbytes)} in {counted(len(manifest.files), 'file')}")
     return 0
 
 
@@ -89,35 +92,32 @@ def diff(one: Path, other: Path, *, model_only: bool = False, every: bool = Fals
     with progress_bars() as bar:
         found = compare(open_saved(one), open_saved(other), model_only=model_only, told=bar("comparing"))
     if found.is_same:
-        print(f"the same bits: {found.compared} tensors{'' if model_only else ', and all values'}")
+        print(f"the same bits: {counted(found.compared, 'tensor')}{'' if model_only else ', and all values'}")
         return 0
+    names = str(one), str(other)
     if found.tensors:
-        rows = [
-            (
-                each.part,
-                each.name,
-                "none" if each.one is None else str(each.one),
-                "none" if each.other is None else str(each.other),
-                "" if each.distance is None else f"{each.distance.largest:g}",
-                ""
-                if each.distance is None or each.one is None
-                else f"{each.distance.count} of {math.prod(each.one.shape)}",
-            )
-            for each in found.tensors
-        ]
-        header = ("part", "tensor", str(one), str(other), "largest difference", "elements that differ")
-        _print_some(header, rows, f"{len(rows)} of {found.compared} tensors differ", every=every)
+        title = f"{len(found.tensors)} of {counted(found.compared, 'tensor')} with differences"
+        header = ("part", "tensor", *names, "largest difference", "elements that differ")
+        _print_some(header, [_row_of_tensor(each) for each in found.tensors], title, every=every)
     if found.values:
-        rows_of_values = [
-            (
-                each.place,
-                "none" if each.one is None else each.one if every else cut(each.one),
-                "none" if each.other is None else each.other if every else cut(each.other),
-            )
-            for each in found.values
-        ]
-        _print_some(("value", str(one), str(other)), rows_of_values, f"{len(found.values)} values differ", every=every)
+        title = f"{counted(len(found.values), 'value')} with differences"
+        rows = [(each.place, *(_value(text, every=every) for text in (each.one, each.other))) for each in found.values]
+        _print_some(("value", *names), rows, title, every=every)
     return 1
+
+
+def _row_of_tensor(found: TensorDifference) -> tuple[str, ...]:
+    infos = ["none" if info is None else str(info) for info in (found.one, found.other)]
+    if found.distance is None or found.one is None:
+        return (found.part, found.name, *infos, "", "")
+    count = f"{found.distance.count} of {math.prod(found.one.shape)}"
+    return (found.part, found.name, *infos, f"{found.distance.largest:g}", count)
+
+
+def _value(text: str | None, *, every: bool) -> str:
+    if text is None:
+        return "none"
+    return text if every else cut(text)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
