@@ -20,7 +20,7 @@ from parallel_core.checkpoint.manifest import (
 )
 from parallel_core.checkpoint.opening import INDEX, Saved, check_sizes, open_saved
 from parallel_core.checkpoint.reading import SavedReader
-from parallel_core.checkpoint.safetensors_format import TensorInfo, file_order
+from parallel_core.checkpoint.safetensors_format import SIZES, TensorInfo, file_order
 from parallel_core.checkpoint.tensor_bytes import CHUNK, dtype_name, dtype_named, memory, runs_of
 from parallel_core.checkpoint.tree import tensor_names
 from parallel_core.checkpoint.verifying import Told, nobody, verify_files
@@ -143,6 +143,7 @@ class _Copy:
                 for each in file_order(infos):
                     for elements in self._runs(each, section.tensors[each], infos[each]):
                         file.write(memory(elements))
+                        del elements  # before the next ones are read
                 written = file.finish()
             for key, info in infos.items():
                 piece = Piece(len(self._files), (0,) * len(info.shape), info.shape)
@@ -155,9 +156,8 @@ class _Copy:
         dtype = dtype_named(info.dtype)
         larger = max(tensor, info, key=lambda each: each.nbytes)
         for run in runs_of(TensorInfo(larger.dtype, tensor.shape), self._step):
-            elements = self._reader.run(name, tensor, run)
-            yield elements if elements.dtype == dtype else _cast(name, elements, dtype)
-            self._done += elements.nbytes
+            yield _cast(name, self._reader.run(name, tensor, run), dtype)
+            self._done += run.numel * SIZES[tensor.dtype]
             self._told(self._done, self._total)
 
     def _copied(self, name: str) -> SavedFile:
@@ -190,6 +190,8 @@ def _cast(name: str, elements: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     Raises:
         CheckpointError: there is one that is finite, and too large for it.
     """
+    if elements.dtype == dtype:
+        return elements
     found = elements.to(dtype)
     infinite = found.isinf()
     # Most often there is none, and asked again of the few alone: some dtypes have no isinf.

@@ -34,9 +34,10 @@ class Distance:
             wider = torch.promote_types(_wide(one.dtype), _wide(other.dtype))
             one, other = one.to(wider), other.to(wider)
             differ = (one != other) & ~(one.isnan() & other.isnan())
-        self.count += int(differ.sum())
-        if bool(differ.any()):
-            self._take(_largest(one[differ], other[differ]))
+        count = int(differ.count_nonzero())
+        if count:
+            self.count += count
+            self._take(_largest(one, other, differ))
 
     def _take(self, value: float) -> None:
         if math.isnan(value) or value > self.largest:
@@ -50,15 +51,18 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _bits_differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return for each element whether its bits are others."""
     size = one.element_size()
-    return (ranks.bits(one).view(-1, size) != ranks.bits(other).view(-1, size)).any(dim=1)
+    if size == 16:
+        return (ranks.bits(one).view(-1, size) != ranks.bits(other).view(-1, size)).any(dim=1)
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    return one.view(whole) != other.view(whole)
 
 
-def _largest(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the largest absolute difference of elements of one dtype, whole numbers exactly."""
+def _largest(one: torch.Tensor, other: torch.Tensor, differ: torch.Tensor) -> float:
+    """Return the largest absolute difference of those elements of one dtype that differ, whole numbers exactly."""
     if one.is_complex() or one.is_floating_point():
         gaps = (one.to(_wide(one.dtype)) - other.to(_wide(one.dtype))).abs()
-        # NaN comes out as the maximum.
-        return float(gaps.max())
+        # NaN comes out as the maximum; infinity less infinity is NaN too, and equal.
+        return float(gaps.masked_fill_(~differ, 0).max())
     if one.dtype == torch.uint64:  # in the order of signed numbers, which torch computes with
         one, other = one.view(torch.int64) ^ _SIGN, other.view(torch.int64) ^ _SIGN
     one, other = one.to(torch.int64), other.to(torch.int64)
