@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -9,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+_WIDEST = 10_000  # columns of a table that goes to a file or another command
 
 
 def print_table(header: Iterable[str], rows: Iterable[Iterable[str]], *, title: str = "") -> None:
@@ -22,6 +25,8 @@ def print_table(header: Iterable[str], rows: Iterable[Iterable[str]], *, title: 
     for column in table.columns:
         column.overflow = "fold"
     console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=_WIDEST)  # a name that is cut in two can't be searched for
     if title:
         console.print(Text(f"\n{title}", style="bold"))
     console.print(table)

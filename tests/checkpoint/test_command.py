@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -225,6 +226,18 @@ def test_inspect_and_verify_need_no_torch(saved: Path) -> None:
     assert run.stdout.splitlines()[-1] == "False"
 
 
+def test_what_goes_to_another_command_is_not_folded(saved: Path) -> None:
+    names = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
+    run = subprocess.run(
+        [sys.executable, "-m", "parallel_core.cli", "checkpoint", "inspect", saved / "fsdp-sharded"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=names,
+    )
+    assert re.search(r"^0 +13 +lr=0.01, .*, fused=None, .*initial_lr=0.01$", run.stdout, re.MULTILINE)
+
+
 # verify
 
 
@@ -273,7 +286,7 @@ def test_verify_names_every_damaged_file(
     saved: Path, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
     bad = copied(saved / "fsdp2-sharded", tmp_path / "bad")
-    for path, damage in zip(sorted(bad.glob("*-rank-*")), (flip, truncate, Path.unlink), strict=False):
+    for path, damage in zip(sorted(bad.glob("*-rank-*")), DAMAGES.values(), strict=False):
         damage(path)
     flip(bad / "random-states.json")
     code, out, _ = command("verify", bad)
@@ -329,6 +342,32 @@ def test_verify_looks_whether_weights_from_elsewhere_are_whole(
     code, out, _ = command("verify", tmp_path)
     assert code == 1
     assert "model.safetensors.index.json  " in out
+
+
+def test_a_folder_in_the_place_of_weights_is_told(tmp_path: Path, command: Callable[..., tuple[int, str, str]]) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    code, out, _ = command("verify", tmp_path)
+    assert code == 1
+    assert "model.safetensors can't be read: Is a directory" in out
+
+
+def test_a_manifest_whose_pieces_leave_something_out_is_refused(
+    tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    """Its own digest is right: what is left out would be loaded from memory that nobody has written."""
+    tensor = SavedTensor("float32", (4,), pieces=(Piece(0, (0,), (1,)), Piece(0, (2,), (2,))))
+    manifest = Manifest(
+        state_dict_type="sharded",
+        world_size=1,
+        saved_at=0,
+        origin=Origin("mine"),
+        files=(SavedFile("model.safetensors", 100),),
+        model=Section({"weight": tensor}),
+    )
+    write_manifest(tmp_path, manifest)
+    code, _, err = command("verify", tmp_path)
+    assert code == 2
+    assert "'weight' is float32[4], and its pieces have 3 elements" in err
 
 
 @pytest.mark.parametrize("action", ["inspect", "verify"])
@@ -461,6 +500,40 @@ def test_consolidate_looks_at_the_source_first(
     shutil.copy(saved / "ddp-sharded" / names[1], bad)
     assert command("consolidate", bad, tmp_path / "full", "--no-verify")[0] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad", "full"]
+
+
+class Counting(nn.Module):
+    """A module with an extra state, and an object with a state, that have a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.seen = torch.tensor([1 / 3])
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": self.seen, "unit": "tokens"}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def test_extra_states_and_objects_keep_their_dtype(
+    tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    model, average = Counting(), torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    parallel_core.save_checkpoint(tmp_path / "a", model, objects={"average": average})
+    assert command("consolidate", tmp_path / "a", tmp_path / "b", "--dtype", "bf16")[0] == 0
+    other, other_average = Counting(), torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    other.seen = torch.zeros(1)
+    parallel_core.load_checkpoint(tmp_path / "b", other, objects={"average": other_average}, cast=True)
+    assert other.seen.item() == model.seen.item()
+    assert torch.equal(other.linear.weight, model.linear.weight.bfloat16().float())
+    assert differences(other_average.state_dict(), average.state_dict()) == []
+    assert (tmp_path / "b" / "objects.safetensors").is_file()
+    _, out, _ = command("inspect", tmp_path / "b")
+    assert "tensors of the objects" in out
+    code, out, _ = command("diff", tmp_path / "a", tmp_path / "b")
+    assert (code, "2 of 6 tensors with differences" in out) == (1, True)
 
 
 def test_consolidate_replaces_a_checkpoint_and_nothing_else(
