@@ -7,5 +7,6 @@ Where to find things:
   to, and whether it fits;
 - `writing`, `gathering`, `reading`: tensors on their way to the disk and back;
 - `folder`, `manifest`, `opening`: a checkpoint's folder, and what is in it;
+- `describing`, `verifying`, `consolidating`, `comparing`, `distance`: what the command `parallel-core checkpoint` does;
 - `safetensors_format`, `tensor_bytes`, `tree`, `random_states`: how a thing becomes bytes or JSON.
 """

@@ -7,6 +7,7 @@ change unseen. No torch is needed to read it.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ SCHEMA = 1
 
 _HEAD, _TAIL = b'{"sha256":"', b'",'
 _DIGITS = 64
+_BODY = len(_HEAD) + _DIGITS + len(_TAIL)  # where the text begins that the number is taken of
 
 
 class SavedFile(msgspec.Struct, frozen=True):
@@ -151,11 +153,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder} is no complete checkpoint: {what}") from None
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
-    start = len(_HEAD)
-    digest, body = text[start : start + _DIGITS], text[start + _DIGITS + len(_TAIL) :]
-    is_ours = text.startswith(_HEAD) and text[start + _DIGITS :].startswith(_TAIL)
-    if not is_ours or digest != _digest(body).encode():
+    if not is_intact(text):
         raise CheckpointError(f"{path} is damaged: it is not as it was written; use another checkpoint")
+    body = text[_BODY:]
     try:
         schema = msgspec.json.decode(b"{" + body, type=_Schema).schema
         if schema != SCHEMA:
@@ -168,6 +168,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is no manifest of a checkpoint: {error}") from error
     _check_sense(path, manifest)
     return manifest
+
+
+def is_intact(text: bytes) -> bool:
+    """Tell whether the text of a manifest is as it was written, by the number that it begins with."""
+    body = text[_BODY:]
+    return text[:_BODY] == _HEAD + _digest(body).encode() + _TAIL
 
 
 class _Schema(msgspec.Struct):
@@ -198,3 +204,6 @@ def _check_sense(path: Path, manifest: Manifest) -> None:
                     or any(offset < 0 or size < 0 or offset + size > end for offset, size, end in ends)
                 ):
                     raise CheckpointError(f"{path}: {name!r} is {tensor}, and can't have the piece {piece}")
+            covered = sum(math.prod(piece.sizes) for piece in tensor.pieces)
+            if covered * SIZES[tensor.dtype] != tensor.nbytes:
+                raise CheckpointError(f"{path}: {name!r} is {tensor}, and its pieces have {covered} elements")

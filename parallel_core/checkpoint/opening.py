@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,11 +58,7 @@ def open_saved(path: str | os.PathLike[str]) -> Saved:
     folder = standing(place)
     if (folder / MANIFEST).exists() or not folder.exists():
         return Saved(place, folder, read_manifest(folder), is_checkpoint=True)
-    files = [folder] if folder.is_file() else _weight_files(folder)
-    if not files:
-        raise CheckpointError(
-            f"{place} is no complete checkpoint: it lacks {MANIFEST}, and there is no .safetensors file"
-        )
+    files = weight_files(folder)
     return Saved(place, files[0].parent, _manifest_of(files), is_checkpoint=False)
 
 
@@ -93,8 +89,12 @@ def check_hashes(saved: Saved, files: Iterable[SavedFile]) -> None:
             raise CheckpointError(f"{saved.folder / file.name} is damaged: its content is not what was saved")
 
 
-def hash_of(path: Path) -> str:
+def hash_of(path: Path, told: Callable[[int], None] | None = None) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal.
+
+    Args:
+        path: of the file.
+        told: is called with a number of bytes, each time that so many have been read.
 
     Raises:
         CheckpointError: it can't be read.
@@ -105,6 +105,8 @@ def hash_of(path: Path) -> str:
         with path.open("rb", buffering=0) as file:
             while count := file.readinto(block):
                 digest.update(memoryview(block)[:count])
+                if told is not None:
+                    told(count)
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
     return digest.hexdigest()
@@ -130,28 +132,52 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the files of weights in a folder: those of an index, the one of the usual name, or the only one."""
+def read_index(folder: Path) -> dict[str, str] | None:
+    """Return which file of a folder has which tensor, as the index beside weights in several files says; None without.
+
+    Raises:
+        CheckpointError: it can't be read, or names files elsewhere.
+    """
     index = folder / INDEX
-    if index.is_file():
-        try:
-            names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
-        except (OSError, msgspec.MsgspecError) as error:
-            raise CheckpointError(f"{index} can't be read: {error}") from error
-        wrong = [name for name in names if Path(name).name != name]
-        if wrong:
-            raise CheckpointError(f"{index} names the file {wrong[0]!r}, which is not one of its own folder")
-        return [folder / name for name in sorted(names)]
-    files = sorted(folder.glob("*.safetensors"))
+    if not index.is_file():
+        return None
+    try:
+        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{index} can't be read: {error}") from error
+    wrong = [name for name in weight_map.values() if Path(name).name != name]
+    if wrong:
+        raise CheckpointError(f"{index} names the file {wrong[0]!r}, which is not one of its own folder")
+    return weight_map
+
+
+def weight_files(place: Path) -> list[Path]:
+    """Return the files of weights from elsewhere: those of an index, the one of the usual name, or the only one.
+
+    Args:
+        place: a folder, or one file.
+
+    Raises:
+        CheckpointError: there is none, or there are several and nothing says which belong together.
+    """
+    if place.is_file():
+        return [place]
+    if (index := read_index(place)) is not None:
+        return [place / name for name in sorted(set(index.values()))]
+    files = sorted(place.glob("*.safetensors"))
     if any(file.name.startswith(OF_A_CHECKPOINT) for file in files):
         raise CheckpointError(
-            f"{folder} is no complete checkpoint: it lacks {MANIFEST}; use another one, or name a file to load weights"
+            f"{place} is no complete checkpoint: it lacks {MANIFEST}; use another one, or name a file to load weights"
         )
-    if folder / WEIGHTS in files:
-        return [folder / WEIGHTS]
+    if place / WEIGHTS in files:
+        return [place / WEIGHTS]
     if len(files) > 1:
         raise CheckpointError(
-            f"{folder} has several .safetensors files and neither {MANIFEST} nor {INDEX}; name the one to load"
+            f"{place} has several .safetensors files and neither {MANIFEST} nor {INDEX}; name the one to load"
+        )
+    if not files:
+        raise CheckpointError(
+            f"{place} is no complete checkpoint: it lacks {MANIFEST}, and there is no .safetensors file"
         )
     return files
 

@@ -133,12 +133,16 @@ def read_header(file: int, path: Path) -> Header:
     Raises:
         CheckpointError: it is no safetensors file, or not a whole one.
     """
-    size = os.fstat(file).st_size
-    length = int.from_bytes(os.pread(file, 8, 0), "little")
+    try:
+        size = os.fstat(file).st_size
+        length = int.from_bytes(os.pread(file, 8, 0), "little")
+        text = os.pread(file, min(length, LARGEST_HEADER), 8)
+    except OSError as error:  # a folder can be opened, and not read
+        raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
     if size < 8 or length > min(size - 8, LARGEST_HEADER):
         raise CheckpointError(f"{path}: no safetensors file, or cut off: it has {size} bytes")
     try:
-        raw = msgspec.json.decode(os.pread(file, length, 8), type=dict[str, msgspec.Raw])
+        raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop(METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
         entries = {name: msgspec.json.decode(entry, type=Entry) for name, entry in raw.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -63,8 +63,8 @@ def chunks(elements: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator
         yield ranks.bits(part.to("cpu", part.dtype if dtype is None else dtype))
 
 
-def runs_of(info: TensorInfo) -> Iterator[Region]:
-    """Yield the runs of a tensor, of at most `CHUNK` bytes, that make up the whole of it in row-major order."""
-    numel, most = math.prod(info.shape), max(1, CHUNK // SIZES[info.dtype])
-    for start in range(0, numel, most):
-        yield Region.flat(numel, start, min(most, numel - start))
+def runs_of(info: TensorInfo, most: int = CHUNK) -> Iterator[Region]:
+    """Yield the runs of a tensor, of at most so many bytes, that make up the whole of it in row-major order."""
+    numel, step = math.prod(info.shape), max(1, most // SIZES[info.dtype])
+    for start in range(0, numel, step):
+        yield Region.flat(numel, start, min(step, numel - start))

@@ -1,4 +1,7 @@
-"""The command `parallel-core`: what is installed, what a configuration comes to, a new strategy. Without torch."""
+"""The command `parallel-core`: what is installed, what a configuration comes to, a new strategy, and checkpoints.
+
+Torch is imported only where tensors are computed with: importing it takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,13 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from parallel_core.cli import checkpoint
+from parallel_core.cli.printing import print_table
 from parallel_core.config import trace_config
 from parallel_core.errors import ParallelCoreError
 from parallel_core.registry import describe_installed
@@ -24,7 +26,11 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, or 2 where what it is given is not valid."""
+    """Run the command and return its exit code.
+
+    0; 1 where a checkpoint is damaged, or two of them differ; 2 where what it is given is not valid; 130 where it was
+    interrupted.
+    """
     parser = _parser()
     # argparse gives up on settings that stand after an option that stands after the file.
     options, rest = parser.parse_known_args(arguments)
@@ -38,9 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 show_config([*options.settings, *rest], options.table)
             case "new-strategy":
                 new_strategy(options.name, options.folder)
+            case "checkpoint":
+                return int(options.run(options))
     except ParallelCoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130  # as a shell has it of a command that ended by SIGINT
     return 0
 
 
@@ -51,7 +62,7 @@ def show_strategies() -> None:
         print(describe_installed())
         return
     rows = [(each.name, each.distribution, each.version, str(each.error or "ready")) for each in found]
-    _print_table(("name", "distribution", "version", "status"), rows)
+    print_table(("name", "distribution", "version", "status"), rows)
 
 
 def show_config(settings: Sequence[str], table: str | None) -> None:
@@ -68,7 +79,7 @@ def show_config(settings: Sequence[str], table: str | None) -> None:
     file, overrides = (settings[0], settings[1:]) if has_file else (None, settings)
     traced = trace_config(file, table, overrides=overrides)
     rows = [(each.name, json.dumps(msgspec.to_builtins(each.value)), each.origin) for each in traced]
-    _print_table(("setting", "value", "where it came from"), rows)
+    print_table(("setting", "value", "where it came from"), rows)
 
 
 def new_strategy(name: str, folder: Path | None) -> None:
@@ -85,18 +96,9 @@ def new_strategy(name: str, folder: Path | None) -> None:
     print(f"next: pip install --editable {shlex.quote(f'{root}[testing]')} && pytest {shlex.quote(str(root))}")
 
 
-def _print_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in header:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))  # as Text: what stands in [brackets] would be read as a style
-    Console().print(table)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="parallel-core", description="Look at strategies and configurations; begin a strategy."
+        prog="parallel-core", description="Look at strategies, configurations and checkpoints; begin a strategy."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("strategies", help="list the installed strategies, and what is wrong with any of them")
@@ -111,8 +113,5 @@ def _parser() -> argparse.ArgumentParser:
     new = commands.add_parser("new-strategy", help="write the distribution of a new strategy, to start from")
     new.add_argument("name", metavar="NAME", help="the strategy's name: lower-case letters and digits, a letter first")
     new.add_argument("--folder", type=Path, metavar="DIR", help="the folder to make; by default parallel-core-NAME")
+    checkpoint.add_parser(commands)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())
