@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallel_core import ranks
 from parallel_core.checkpoint.tree import Keep, encode
 from parallel_core.errors import CheckpointError, StrategyError
 from parallel_core.hookspecs import StateDictType
-from parallel_core.local_shards import LocalShard
+from parallel_core.local_shards import LocalShard, Region
 from parallel_core.optimizer_state import named_groups
 from parallel_core.record import Layout, bare_parameters
 from parallel_core.state_dicts import named
@@ -128,31 +129,48 @@ def optimizer_part(
         _take(part, state_dict["state"], state_dict["param_groups"], lambda _, tensor: LocalShard.of(tensor))
         return part
     parameters = bare_parameters(model)
+    in_pieces = shows_pieces(parameters, shards)
     # A rank that holds nothing of a parameter takes no steps with it: what it once loaded is out of date.
     held = {
         name: dict(optimizer.state[parameter])
         for name, parameter in parameters.items()
         if parameter in optimizer.state and (shards[name].region.numel or not math.prod(shards[name].shape))
     }
-    _take(part, held, named_groups(optimizer, parameters), lambda name, tensor: state_shard(name, shards[name], tensor))
+
+    def shard_of(name: str, tensor: torch.Tensor) -> LocalShard:
+        return state_shard(name, shards[name], tensor, in_pieces=in_pieces)
+
+    _take(part, held, named_groups(optimizer, parameters), shard_of)
     return part
 
 
-def state_shard(name: str, parameter: LocalShard, tensor: torch.Tensor) -> LocalShard:
+def shows_pieces(parameters: Mapping[str, torch.Tensor], shards: Mapping[str, LocalShard]) -> bool:
+    """Tell whether a strategy shows the optimizer plain tensors that are pieces of parameters; a collective.
+
+    One rank may have some of the parameters, or all of them, whole by chance.
+    """
+    mine = any(
+        not is_dtensor(parameter) and shards[name].region != Region.whole(shards[name].shape)
+        for name, parameter in parameters.items()
+    )
+    return any(ranks.all_gather(mine))
+
+
+def state_shard(name: str, parameter: LocalShard, tensor: torch.Tensor, *, in_pieces: bool) -> LocalShard:
     """Return the shard that a tensor of an optimizer's state for a parameter is.
 
     Args:
         name: the parameter's.
         parameter: this rank's shard of it.
         tensor: the tensor. One of the parameter's own shape lies as the parameter does; any other is whole.
+        in_pieces: what `shows_pieces` tells.
 
     Raises:
         CheckpointError: it is neither.
     """
     if not is_dtensor(tensor) and tensor.shape == parameter.tensor.shape:
         return replace(parameter, tensor=tensor.detach())
-    is_whole = parameter.region.shape == parameter.region.sizes
-    if is_dtensor(tensor) or tensor.dim() == 0 or is_whole:
+    if is_dtensor(tensor) or tensor.dim() == 0 or not in_pieces:
         return LocalShard.of(tensor, alike=parameter.alike)
     raise CheckpointError(
         f"the optimizer's state for {name!r} has a tensor of shape {list(tensor.shape)}, where this rank's part of the "

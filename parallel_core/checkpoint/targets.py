@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from parallel_core import ranks
-from parallel_core.checkpoint.contents import model_shards
+from parallel_core.checkpoint.contents import model_shards, shows_pieces
 from parallel_core.checkpoint.manifest import SavedTensor, Section
 from parallel_core.checkpoint.reading import SavedReader
 from parallel_core.checkpoint.tensor_bytes import dtype_named
@@ -69,10 +69,11 @@ class _Shards:
         self, reader: SavedReader, saved: Section, optimizer: torch.optim.Optimizer
     ) -> Callable[[], None]:
         parameters = bare_parameters(self._model)
+        in_pieces = shows_pieces(parameters, self._shards)
 
         def tensor_for(name: str, source: str) -> torch.Tensor:
             info = saved.tensors[source]
-            target = _state_tensor(name, parameters[name], self._shards[name], info)
+            target = _state_tensor(name, parameters[name], self._shards[name], info, in_pieces=in_pieces)
             reader.fill(_state_shard(target, self._shards[name], info), source, info)
             return target
 
@@ -146,7 +147,9 @@ def _state(saved: Section, tensor_for: Callable[[str, str], torch.Tensor]) -> di
     }
 
 
-def _state_tensor(name: str, parameter: torch.Tensor, shard: LocalShard, info: SavedTensor) -> torch.Tensor:
+def _state_tensor(
+    name: str, parameter: torch.Tensor, shard: LocalShard, info: SavedTensor, *, in_pieces: bool
+) -> torch.Tensor:
     """Return an empty tensor for a part of a parameter's state: laid out as the parameter, if it has its shape.
 
     Raises:
@@ -161,7 +164,7 @@ def _state_tensor(name: str, parameter: torch.Tensor, shard: LocalShard, info: S
         # The optimizer computes with it and with the parameter's gradient, which is a DTensor.
         mesh = parameter.device_mesh
         return empty(info.shape, dtype=dtype, device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
-    if info.shape and shard.region != Region.whole(shard.shape):
+    if info.shape and in_pieces:
         raise CheckpointError(
             f"the optimizer's state for {name!r} has {info}, where the parameter has {list(shard.shape)}: it can't go "
             f"on from that under a strategy that shows it pieces of parameters; use the strategy that saved it"
