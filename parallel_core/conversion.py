@@ -7,7 +7,7 @@ import math
 import tomllib
 import types
 from collections.abc import Iterator
-from enum import Enum, EnumMeta
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from parallel_core.field_types import choices_of, describe_type, leaves_of
 
 __all__ = ["MismatchError", "convert", "convert_text"]
 
+_PLAIN = (bool, int, float, str, types.NoneType)
 _TRUTHS = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
 
 
@@ -59,7 +60,7 @@ def convert_text(text: str, annotation: Any) -> Any:
 
 def _fit(value: object, annotation: Any) -> Any:
     try:
-        _check_plain(value, [leaf for leaf in leaves_of(annotation) if isinstance(leaf, EnumMeta)])
+        _check_plain(value, annotation)
         return msgspec.convert(value, annotation)
     except RecursionError:  # YAML can say that a list holds itself
         raise ValueError("a list that holds itself") from None
@@ -73,14 +74,14 @@ def _fits(value: object, annotation: Any) -> bool:
     return True
 
 
-def _check_plain(value: object, enums: list[EnumMeta]) -> None:
+def _check_plain(value: object, annotation: Any) -> None:
     # By exact class: a numpy scalar, a set and a member of a foreign StrEnum are near enough for msgspec to let some
     # of them through, and would then be printed, pickled and compared as something else than what a file says. Not a
     # number equals nothing, itself included, and JSON can't hold it, nor infinity.
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         for item in value:
-            _check_plain(item, enums)
-    elif type(value) not in (bool, int, float, str, types.NoneType, *enums):
+            _check_plain(item, annotation)
+    elif type(value) not in _PLAIN and not (isinstance(value, Enum) and type(value) in leaves_of(annotation)):
         raise ValueError("not a plain value")
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError("not a finite number")

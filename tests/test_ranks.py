@@ -68,6 +68,14 @@ def agreed(ranks: Ranks, errors: list[Exception | None], kind: type[ParallelCore
     return ranks(work, world_size=len(errors))
 
 
+@pytest.mark.parametrize("length", [0, 200, 300, 100_000])
+def test_a_value_of_any_length_is_gathered_beside_short_ones(ranks: Ranks, length: int) -> None:
+    def work() -> list[str]:
+        return core.all_gather("long" + "x" * length if core.rank() == 1 else "short")
+
+    assert ranks(work, world_size=3) == [["short", "long" + "x" * length, "short"]] * 3
+
+
 def test_nothing_is_raised_where_no_rank_has_an_error(ranks: Ranks) -> None:
     assert agreed(ranks, [None, None, None]) == [("", "", "")] * 3
 

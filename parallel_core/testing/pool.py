@@ -11,6 +11,7 @@ from typing import Any
 from parallel_core.testing.outcome import Outcome
 from parallel_core.testing.protocol import Answer, Died, Returned, Settle, Settled
 from parallel_core.testing.task import Task
+from parallel_core.testing.template_process import Templates
 from parallel_core.testing.verdict import hung, outcome_of
 from parallel_core.testing.worker_process import WorkerProcess
 
@@ -24,7 +25,8 @@ class Pool:
     """Worker processes, started when first needed and reused from task to task."""
 
     def __init__(self) -> None:
-        self._workers: list[WorkerProcess] = []
+        self._templates = Templates()
+        self._workers: dict[int, WorkerProcess] = {}  # by rank
 
     def run(self, task: Task) -> list[Outcome]:
         """Run a task and return one outcome a rank, by rank.
@@ -52,17 +54,19 @@ class Pool:
 
     def close(self) -> None:
         """End every worker."""
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.ask_to_leave()
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.wait_gone()
         self._workers.clear()
+        self._templates.close()
 
     def _ready_workers(self, count: int) -> list[WorkerProcess]:
-        self._discard([worker for worker in self._workers if not worker.alive()])
-        while len(self._workers) < count:
-            self._workers.append(WorkerProcess())
-        workers = self._workers[:count]
+        self._discard([worker for worker in self._workers.values() if not worker.alive()])
+        for rank in range(count):
+            if rank not in self._workers:
+                self._workers[rank] = WorkerProcess(self._templates, rank)
+        workers = [self._workers[rank] for rank in range(count)]
         try:
             for worker in workers:
                 worker.wait_ready()
@@ -72,7 +76,7 @@ class Pool:
         return workers
 
     def _discard(self, workers: list[WorkerProcess]) -> None:
-        self._workers = [worker for worker in self._workers if worker not in workers]
+        self._workers = {rank: worker for rank, worker in self._workers.items() if worker not in workers}
         for worker in workers:
             worker.kill()
 

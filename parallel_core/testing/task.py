@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel_core.testing.protocol import Call
-from parallel_core.testing.worker_process import FIXED_ENVIRONMENT
+from parallel_core.testing.template_process import FIXED_ENVIRONMENT
 
 
 @dataclass(frozen=True, kw_only=True)

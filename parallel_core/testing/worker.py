@@ -31,7 +31,7 @@ _SAVE_EVERY = 10.0  # seconds, of what coverage measures
 _SLACK = 60.0  # seconds by which this process's own limits come after the pool's, which tells more
 
 
-def main(connection_fd: str, stacks_fd: str) -> None:
+def main(connection_fd: int, stacks_fd: int) -> None:
     """Serve calls until told to leave.
 
     Args:
@@ -39,9 +39,9 @@ def main(connection_fd: str, stacks_fd: str) -> None:
         stacks_fd: file descriptor that the stacks of all threads are written to on SIGUSR1 and on a crash.
     """
     del sys.argv[1:]
-    for descriptor in (int(connection_fd), int(stacks_fd)):
+    for descriptor in (connection_fd, stacks_fd):
         os.set_inheritable(descriptor, False)  # a child process of the function's must not keep them open
-    Worker(Connection(int(connection_fd)), int(stacks_fd)).run()
+    Worker(Connection(connection_fd), stacks_fd).run()
 
 
 class Worker:

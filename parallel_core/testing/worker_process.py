@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -15,43 +12,22 @@ from typing import Any
 
 from parallel_core.testing.payload import packed, unpacked
 from parallel_core.testing.protocol import READY, Died, Leave
+from parallel_core.testing.template_process import Templates, content
 
-START_LIMIT = 120.0  # seconds for a fresh interpreter to import torch on a busy machine
+START_LIMIT = 120.0  # seconds for a template to import torch on a busy machine
 _LEAVE_LIMIT = 10.0  # seconds for an idle worker to end by itself
 _STACK_LIMIT = 2.0  # seconds for a worker to write its stacks
-
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from parallel_core.testing.worker import main; main(*sys.argv[2:])"
-)
-
-FIXED_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # ranks share the machine's cores
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else torch.compile keeps a pool of child processes
-}
 
 
 class WorkerProcess:
     """A process that waits for calls; it leads a process group of its own, so that it and its children die together."""
 
-    def __init__(self) -> None:
+    def __init__(self, templates: Templates, rank: int) -> None:
         self._connection, theirs = Pipe(duplex=True)
         # Files without a name vanish with the last process that has them open, however the test run ends.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # open for the worker's life
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115  # open for the worker's life
-        fds = (theirs.fileno(), self._stacks.fileno())
-        # A fresh interpreter, although a fork of one that has imported torch would start sooner: the ranks of a real
-        # run have a hash seed each, and a set that they walk in different orders must show here too.
-        self._process = subprocess.Popen(
-            [sys.executable, "-u", "-c", _BOOT, json.dumps(sys.path), *map(str, fds)],
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            pass_fds=fds,
-            env={**os.environ, **FIXED_ENVIRONMENT, **_coverage_environment()},
-            # Ctrl-C in a terminal goes to the foreground process group: the pool, not each worker, answers it.
-            start_new_session=True,
-        )
+        self._child = templates.make_worker(rank, theirs.fileno(), self._stacks.fileno(), self._output.fileno())
         theirs.close()
         self._deadline = time.monotonic() + START_LIMIT
         self._ready = False
@@ -73,13 +49,13 @@ class WorkerProcess:
                     self._ready = self._connection.recv_bytes() == READY
             if not self._ready and (not self.alive() or time.monotonic() > self._deadline):
                 state = self.exit_text() if not self.alive() else f"it was not ready after {START_LIMIT:.0f} s"
-                output = self.output()
+                output = self._child.output() + self.output()
                 self.kill()
                 raise RuntimeError(f"a worker process for the ranks did not start: {state}; it wrote:\n{output}")
 
     def alive(self) -> bool:
         """Tell whether the process runs."""
-        return self._process.poll() is None
+        return self._child.code() is None
 
     def send(self, message: object) -> None:
         """Send a message; a worker that is gone is noticed when its answer is awaited."""
@@ -102,16 +78,18 @@ class WorkerProcess:
 
     def output(self) -> str:
         """Return what the worker wrote to stdout and stderr."""
-        return _content(self._output.fileno())
+        return content(self._output)
 
     def written_stacks(self) -> str:
         """Return the stacks that a worker left which crashed, empty if it ended otherwise."""
-        return _content(self._stacks.fileno())
+        return content(self._stacks)
 
     def stacks(self) -> str:
         """Return the Python stacks of all of the worker's threads as they are now, empty if there is no answer."""
-        with suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGUSR1)
+        pid = self._child.pid()
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
         deadline = time.monotonic() + _STACK_LIMIT
         text = ""
         while time.monotonic() < deadline:
@@ -123,8 +101,8 @@ class WorkerProcess:
 
     def exit_text(self) -> str:
         """Say how the process ended."""
-        code = self._process.wait()
-        if code >= 0:
+        code = self._child.wait()
+        if code is None or code >= 0:
             return f"the process ended with exit code {code}"
         try:
             name = signal.Signals(-code).name
@@ -134,10 +112,10 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Stop the process and its children at once."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._close()
+        self._child.kill()
+        self._connection.close()
+        self._output.close()
+        self._stacks.close()
 
     def ask_to_leave(self) -> None:
         """Let the worker end by itself, so that it can save what it measured."""
@@ -145,30 +123,5 @@ class WorkerProcess:
 
     def wait_gone(self) -> None:
         """Wait for a worker that was asked to leave; one that does not is killed, and so are its children."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_LEAVE_LIMIT)
+        self._child.wait(_LEAVE_LIMIT)
         self.kill()
-
-    def _close(self) -> None:
-        self._connection.close()
-        self._output.close()
-        self._stacks.close()
-
-
-def _content(descriptor: int) -> str:
-    size = os.fstat(descriptor).st_size
-    return os.pread(descriptor, size, 0).decode(errors="replace")
-
-
-def _coverage_environment() -> dict[str, str]:
-    """Return what makes a worker measure coverage as this process does; nothing where this process does not."""
-    coverage = sys.modules.get("coverage")
-    current = coverage.Coverage.current() if coverage is not None else None
-    if current is None:
-        return {}
-    parallel = current.get_option("run:parallel")
-    current.set_option("run:parallel", True)  # each process writes a file of its own, which the run combines at its end
-    try:
-        return {"COVERAGE_PROCESS_CONFIG": current.config.serialize()}
-    finally:
-        current.set_option("run:parallel", parallel)

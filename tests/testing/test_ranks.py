@@ -62,6 +62,12 @@ def test_workers_are_reused_from_call_to_call(ranks: Ranks) -> None:
     assert len({*three, os.getpid()}) == 4
 
 
+def test_ranks_beside_each_other_hash_differently(ranks: Ranks) -> None:
+    # So they walk a set in different orders, as the ranks of a real run do, and what relies on its order shows.
+    first, second, third = ranks(lambda: hash("a name"), world_size=3)
+    assert first != second != third
+
+
 def test_functions_of_every_kind_can_be_sent(ranks: Ranks) -> None:
     def with_offset(offset: int, rank: int) -> int:
         return rank + offset

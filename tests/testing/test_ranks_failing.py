@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel_core.testing import Outcome, Ranks, RanksFailed, pool, worker_process
+from parallel_core.testing import Outcome, Ranks, RanksFailed, pool, template_process
 
 
 class OnlyHereError(ValueError):
@@ -195,7 +195,7 @@ def test_a_rank_that_cannot_tell_where_it_hangs_is_stopped_too(ranks: Ranks) -> 
 
 
 def test_workers_that_do_not_start_are_told_with_their_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "_BOOT", "raise SystemExit('no room for torch')")
+    monkeypatch.setattr(template_process, "_BOOT", "raise SystemExit('no room for torch')")
     message = (
         r"^a worker process for the ranks did not start: the process ended with exit code 1; it wrote:\nno room for"
     )
@@ -206,10 +206,35 @@ def test_workers_that_do_not_start_are_told_with_their_output(monkeypatch: pytes
 def test_a_worker_that_died_between_calls_is_replaced(ranks: Ranks) -> None:
     first, second = ranks(os.getpid)
     os.kill(second, signal.SIGKILL)
-    os.waitid(os.P_PID, second, os.WEXITED | os.WNOWAIT)
+    while Path(f"/proc/{second}").exists():  # until its parent has seen it end
+        time.sleep(0.01)
     again = ranks(os.getpid)
     assert again[0] == first
     assert again[1] != second
+
+
+def test_workers_whose_template_died_are_replaced(ranks: Ranks) -> None:
+    before, (template, _) = ranks(os.getpid), ranks(os.getppid)
+    os.kill(template, signal.SIGKILL)
+    while is_running(template):
+        time.sleep(0.01)
+    after = ranks(os.getpid)
+    assert after[0] != before[0]
+    assert after[1] == before[1]
+    assert not is_running(before[0])
+
+
+def test_where_nothing_can_be_forked_a_worker_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_process, "_FORKS", False)
+
+    def work() -> None:
+        print("last words")
+        os._exit(3)
+
+    with Ranks() as fresh:
+        [outcome] = fresh.outcomes(work, world_size=1)
+    assert outcome.headline() == "died: the process ended with exit code 3"
+    assert outcome.output == "last words\n"
 
 
 def test_what_a_function_leaves_behind_fails_the_call(ranks: Ranks) -> None:
