@@ -303,7 +303,7 @@ def test_comparing_takes_the_memory_of_one_tensor_at_a_time(ranks: Ranks) -> Non
         core.differing_tensors(tensors)
         return resident() - before
 
-    assert max(ranks(work)) < 40 << 20
+    assert max(ranks(work)) < 48 << 20  # half of what all of them take
 
 
 def resident() -> int:

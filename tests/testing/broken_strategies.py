@@ -196,6 +196,17 @@ class SavesTheLiveTensors(StateDictHooks):
         return {} if state_dict_type == "full" and ranks.rank() else state
 
 
+class ShowsCopies(Sound):
+    @hookimpl
+    def local_shards(self, model: Any) -> dict[str, Any]:
+        from dataclasses import replace
+
+        from parallel_core import defaults
+
+        shards = defaults.local_shards(model)
+        return {name: replace(shard, tensor=shard.tensor.clone()) for name, shard in shards.items()}
+
+
 class LoadsOnRank0Alone(Sound):
     @hookimpl
     def load_model_state_dict(self, model: Any, state_dict: Any, state_dict_type: StateDictType) -> None:

@@ -43,6 +43,8 @@ ALL_STATE = (
     *("a_dict_that_does_not_fit_is_refused", "loads_what_fits_if_not_strict", "leaves_unused_parameters_alone"),
     *("reading_state_before_the_first_step_changes_nothing", "forgets_a_forward_without_a_backward"),
 )
+CHECKPOINTS = ("a_checkpoint_comes_back", "a_checkpoint_moves_to_one_process_and_back")
+GOES_ON = "training_goes_on_from_a_checkpoint"
 RESUMES = "a_run_that_resumes_after_every_step_goes_on_all_the_same"
 GRADIENTS = ("clips_by_the_norm_of_the_whole_model", "optimizer_state_is_the_bare_models")
 START = ("computes_what_the_bare_model_computes", "all_ranks_start_from_rank_0", "full_state_is_the_bare_models")
@@ -55,7 +57,7 @@ FAULTS = {
         "ranks_stay_together",
         (
             *(*NUMBERS, *GRADIENTS, "accumulates_in_silence", "state_comes_back"),
-            *("a_resumed_run_goes_on_as_if_it_had_not_stopped", RESUMES),
+            *("a_resumed_run_goes_on_as_if_it_had_not_stopped", RESUMES, GOES_ON),
         ),
     ),
     "IgnoresNoSync": Fault("accumulates_in_silence"),
@@ -71,13 +73,22 @@ FAULTS = {
     "PlansWhatIsNotThere": Fault("plans_its_units_without_ranks", ("reports_what_was_done",)),
     "PrefixesKeys": Fault(
         "full_state_is_the_bare_models",
-        (*ALL_STATE, "all_ranks_start_from_rank_0", "ranks_stay_together", "skips_a_step_on_all_ranks_or_none"),
+        (
+            *ALL_STATE,
+            *CHECKPOINTS,
+            GOES_ON,
+            "all_ranks_start_from_rank_0",
+            "ranks_stay_together",
+            "skips_a_step_on_all_ranks_or_none",
+        ),
     ),
     "DropsBuffers": Fault(
-        "full_state_is_the_bare_models", (*STATE, "all_ranks_start_from_rank_0", "ranks_stay_together")
+        "full_state_is_the_bare_models",
+        (*STATE, *CHECKPOINTS, GOES_ON, "all_ranks_start_from_rank_0", "ranks_stay_together"),
     ),
-    "SavesOnEveryRank": Fault("full_state_is_the_bare_models", ALL_STATE),
+    "SavesOnEveryRank": Fault("full_state_is_the_bare_models", (*ALL_STATE, *CHECKPOINTS)),
     "SavesTheLiveTensors": Fault("full_state_is_a_snapshot"),
+    "ShowsCopies": Fault("a_checkpoint_comes_back", (CHECKPOINTS[1], GOES_ON)),
     "LoadsOnRank0Alone": Fault(
         "state_comes_back",
         ("loads_what_fits_if_not_strict", "a_resumed_run_goes_on_as_if_it_had_not_stopped"),
