@@ -53,8 +53,9 @@ def check_optimizer_state_dict(
 
 def _judge(layout: Layout, groups: Groups, state_dict: Any, state_dict_type: StateDictType) -> Verdict:
     found = list(optimizer_problems(layout, groups, state_dict))
-    if not found:
-        found = list(_tensor_problems(layout, state_dict["state"], state_dict_type))
+    state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+    if isinstance(state, Mapping) and all(isinstance(values, Mapping) for values in state.values()):
+        found += _tensor_problems(layout, state, state_dict_type)
     if found:
         return Verdict([], [], found)
     entries = [
@@ -110,6 +111,8 @@ def _tensor_problems(
     # L-BFGS keeps all that it has, about all parameters laid end to end, under the first of them.
     is_per_parameter = len(state) > 1 or len(layout.parameters) == 1
     for name, values in state.items():
+        if name not in layout.parameters:
+            continue
         spec = _spec(layout, name)
         for key, value in values.items():
             where = f"{name!r}, {key!r}"

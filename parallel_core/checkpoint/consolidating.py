@@ -21,7 +21,7 @@ from parallel_core.checkpoint.manifest import (
 from parallel_core.checkpoint.opening import INDEX, Saved, check_sizes, open_saved
 from parallel_core.checkpoint.reading import SavedReader
 from parallel_core.checkpoint.safetensors_format import SIZES, TensorInfo, file_order
-from parallel_core.checkpoint.tensor_bytes import CHUNK, dtype_name, dtype_named, memory, runs_of
+from parallel_core.checkpoint.tensor_bytes import CHUNK, dtype_name, dtype_named, in_dtype, memory, runs_of
 from parallel_core.checkpoint.tree import tensor_names
 from parallel_core.checkpoint.verifying import Told, nobody, verify_files
 from parallel_core.checkpoint.writing import TensorFile, divided, index_of, told_of, write_file
@@ -156,7 +156,7 @@ class _Copy:
         dtype = dtype_named(info.dtype)
         larger = max(tensor, info, key=lambda each: each.nbytes)
         for run in runs_of(TensorInfo(larger.dtype, tensor.shape), self._step):
-            yield _cast(name, self._reader.run(name, tensor, run), dtype)
+            yield in_dtype(name, self._reader.run(name, tensor, run), dtype)
             self._done += run.numel * SIZES[tensor.dtype]
             self._told(self._done, self._total)
 
@@ -182,23 +182,3 @@ def _converted(section: Section, dtype: torch.dtype | None) -> dict[str, TensorI
         )
         for name, tensor in section.tensors.items()
     }
-
-
-def _cast(name: str, elements: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return elements in another dtype.
-
-    Raises:
-        CheckpointError: there is one that is finite, and too large for it.
-    """
-    if elements.dtype == dtype:
-        return elements
-    found = elements.to(dtype)
-    infinite = found.isinf()
-    # Most often there is none, and asked again of the few alone: some dtypes have no isinf.
-    if bool(infinite.any()) and not bool((before := elements[infinite].to(torch.float64)).isinf().all()):
-        example = before[~before.isinf()][0].item()
-        raise CheckpointError(
-            f"{name!r} has {example:g}, and {dtype_name(dtype)} goes up to {torch.finfo(dtype).max:g}; choose another "
-            f"dtype"
-        )
-    return found

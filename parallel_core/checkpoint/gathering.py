@@ -13,7 +13,7 @@ from parallel_core import ranks
 from parallel_core.checkpoint.manifest import SavedFile
 from parallel_core.checkpoint.plan import PlannedTensor
 from parallel_core.checkpoint.safetensors_format import TensorInfo
-from parallel_core.checkpoint.tensor_bytes import dtype_named, in_a_row, memory
+from parallel_core.checkpoint.tensor_bytes import dtype_named, in_a_row, in_dtype, memory
 from parallel_core.checkpoint.writing import TensorFile, empty_bytes, steps
 from parallel_core.errors import CheckpointError
 from parallel_core.local_shards import LocalShard, Overlap, Region, overlaps
@@ -128,7 +128,7 @@ class _Exchange:
             self._name, self._elements = name, in_a_row(self._shards[name].tensor)
         end = 0
         for each in common:
-            elements = self._elements[each.second : each.second + each.length].to("cpu", dtype)
+            elements = in_dtype(name, self._elements[each.second : each.second + each.length].cpu(), dtype)
             part[end : (end := end + each.length * dtype.itemsize)] = ranks.bits(elements)
 
 

@@ -72,7 +72,7 @@ def agreed_job(
         name: planned(
             [tables[name] for tables, _ in gathered],
             name,
-            dtype=options.dtype if name == "model" else None,
+            dtypes={} if options.dtype is None or name != "model" else dict.fromkeys(layout.entries, options.dtype),
             one_writer=options.state_dict_type is StateDictType.FULL,
         )
         for name in parts

@@ -107,6 +107,8 @@ def load_checkpoint(
             states = _object_states(saved, objects or {}, reader)
             generators = _random_state(saved) if random_state else None
             extra = decode(saved.manifest.extra)
+            values = saved.manifest.model.values or {}
+            extra_states = decode(values, lambda name: reader.whole(name, saved.manifest.model.tensors[name]))
         targets, section = targets_of(strategy, model, layout), saved.manifest.model
         targets.check(reader, section, found.sources)
         put_optimizer = None
@@ -115,7 +117,6 @@ def load_checkpoint(
             put_optimizer = targets.optimizer_load(reader, saved.manifest.optimizer, optimizer)
         with _objects_loaded(objects or {}, states):
             targets.load_model(reader, section, found.sources)
-        extra_states = decode(section.values or {}, lambda name: reader.whole(name, section.tensors[name]))
     if put_optimizer is not None:
         put_optimizer()
     with ranks.agreement(CheckpointError):
@@ -134,7 +135,8 @@ def _objects_loaded(objects: Mapping[str, Any], states: Mapping[str, Any]) -> It
     Raises:
         CheckpointError: one failed; the same error on every rank.
     """
-    before = {name: copy.deepcopy(thing.state_dict()) for name, thing in objects.items()}
+    with ranks.agreement(CheckpointError):
+        before = {name: copy.deepcopy(thing.state_dict()) for name, thing in objects.items()}
     try:
         with ranks.agreement(CheckpointError):
             for name, thing in objects.items():

@@ -41,14 +41,14 @@ class PlannedTensor:
 
 
 def planned(
-    held: Sequence[Mapping[str, Held]], what: str, *, dtype: str | None, one_writer: bool
+    held: Sequence[Mapping[str, Held]], what: str, *, dtypes: Mapping[str, str], one_writer: bool
 ) -> dict[str, PlannedTensor]:
     """Return who writes what, the same on every rank.
 
     Args:
         held: what each rank holds, by rank and name.
         what: what errors call the tensors.
-        dtype: the dtype that floating-point tensors are saved in; by default their own.
+        dtypes: what some tensors of floating point are saved in, by name; the others in their own dtype.
         one_writer: whether all goes through rank 0, which then writes what it has itself. Otherwise ranks that have the
             same elements, with the same values, share the work.
 
@@ -82,6 +82,6 @@ def planned(
             load[owner] += region.numel * SIZES[first.dtype]
             pieces.append((owner, region))
         is_float = first.dtype.startswith(("float", "bfloat"))
-        info = TensorInfo(dtype if dtype is not None and is_float else first.dtype, first.shape)
+        info = TensorInfo(dtypes.get(name, first.dtype) if is_float else first.dtype, first.shape)
         tensors[name] = PlannedTensor(info, tuple(pieces))
     return tensors

@@ -85,7 +85,11 @@ class _Shards:
     def load_model(self, reader: SavedReader, saved: Section, sources: Mapping[str, str]) -> None:
         with ranks.agreement(CheckpointError):
             for name, source in sources.items():
-                reader.fill(self._shards[name], source, saved.tensors[source])
+                try:
+                    reader.fill(self._shards[name], source, saved.tensors[source])
+                except CheckpointError as error:
+                    # All that can be known beforehand is known by now: a disk failed, or somebody wrote to the file.
+                    raise CheckpointError(f"{error}; the model has some of the checkpoint's values now") from error
 
 
 class _StateDicts:

@@ -55,12 +55,15 @@ def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
     return contiguous.as_strided((contiguous.numel(),), (1,))
 
 
-def chunks(elements: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
-    """Yield elements as bytes on the CPU, `CHUNK` of them at a time, after a change of dtype if one is given."""
-    step = max(1, CHUNK // max(elements.element_size(), dtype.itemsize if dtype is not None else 1))
+def chunks(name: str, elements: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Yield elements in a dtype as bytes on the CPU, at most `CHUNK` of them at a time.
+
+    Raises:
+        CheckpointError: as `in_dtype`.
+    """
+    step = max(1, CHUNK // max(elements.element_size(), dtype.itemsize))
     for start in range(0, elements.numel(), step):
-        part = elements[start : start + step]
-        yield ranks.bits(part.to("cpu", part.dtype if dtype is None else dtype))
+        yield ranks.bits(in_dtype(name, elements[start : start + step].cpu(), dtype))
 
 
 def runs_of(info: TensorInfo, most: int = CHUNK) -> Iterator[Region]:
@@ -68,3 +71,23 @@ def runs_of(info: TensorInfo, most: int = CHUNK) -> Iterator[Region]:
     numel, step = math.prod(info.shape), max(1, most // SIZES[info.dtype])
     for start in range(0, numel, step):
         yield Region.flat(numel, start, min(step, numel - start))
+
+
+def in_dtype(name: str, elements: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return elements in another dtype.
+
+    Raises:
+        CheckpointError: there is one that is finite, and too large for it.
+    """
+    if elements.dtype == dtype:
+        return elements
+    found = elements.to(dtype)
+    infinite = found.isinf()
+    # Most often there is none, and asked again of the few alone: some dtypes have no isinf.
+    if bool(infinite.any()) and not bool((before := elements[infinite].to(torch.float64)).isinf().all()):
+        example = before[~before.isinf()][0].item()
+        raise CheckpointError(
+            f"{name!r} has {example:g}, and {dtype_name(dtype)} goes up to {torch.finfo(dtype).max:g}; choose another "
+            f"dtype"
+        )
+    return found

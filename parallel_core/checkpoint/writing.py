@@ -91,7 +91,7 @@ def write_shards(
     infos = {name: TensorInfo(dtypes[name], shard.region.sizes) for name, shard in shards.items()}
     with TensorFile(path, infos, checksum=checksum) as file:
         for name in file_order(infos):
-            for part in chunks(in_a_row(shards[name].tensor), dtype_named(dtypes[name])):
+            for part in chunks(name, in_a_row(shards[name].tensor), dtype_named(dtypes[name])):
                 file.write(memory(part))
         return file.finish()
 

@@ -88,6 +88,15 @@ def test_weights_are_exported_in_another_dtype(tmp_path: Path, kind: str) -> Non
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_that_is_too_large_for_the_dtype_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.bias, 1e6)
+    with pytest.raises(CheckpointError, match=r"'bias' has 1e\+06, and float16 goes up to 65504; choose another dtype"):
+        parallel_core.save_checkpoint(tmp_path / "a", model, state_dict_type=kind, dtype=torch.float16)
+    assert names(tmp_path) == []
+
+
 @pytest.mark.parametrize("strategy", CONFIGS)
 def test_loaded_trained_and_saved_to_the_same_name_again(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
     """No tensor lives on in a file: the new one is whole, and what is trained on is not the file's."""

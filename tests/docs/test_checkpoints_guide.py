@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -189,6 +190,11 @@ def errors_of_one_process() -> Iterator[str]:
         save_checkpoint("runs/other", model)
     with told(messages):
         save_checkpoint("runs/file/new", model)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    with told(messages):
+        save_checkpoint("runs/new", model)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     save_checkpoint("runs/file/new", model, background=True)
     with told(messages):
         save_checkpoint("runs/new", model)
