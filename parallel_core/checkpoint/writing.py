@@ -33,6 +33,9 @@ def told_of(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} can't be written: {error.strerror or error}") from error
 
 
+_AT_ONCE = 2**20  # bytes that the system is asked to write
+
+
 class TensorFile:
     """A safetensors file that is being written: the header first, then all bytes in the order of `file_order`."""
 
@@ -60,12 +63,14 @@ class TensorFile:
 
     def write(self, data: memoryview) -> None:
         """Write the next bytes."""
-        if self._hash is not None:
-            self._hash.update(data)
         self._size += data.nbytes
         with told_of(self._path):
             while data.nbytes:
-                data = data[self._file.write(data) :]
+                # Not more at once: much larger writes take several times as long to find room in the page cache.
+                count = self._file.write(data[:_AT_ONCE])
+                if self._hash is not None:
+                    self._hash.update(data[:count])
+                data = data[count:]
 
     def finish(self) -> SavedFile:
         """Make sure that all is on the disk, and return what the manifest says of the file."""
