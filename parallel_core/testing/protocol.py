@@ -14,7 +14,8 @@ class Call:
     """One function to run on one rank.
 
     ``function`` is the pickled ``(function, args, kwargs)``. ``store`` is the file through which the ranks meet, or
-    None for no process group. ``filters`` are entries of ``warnings.filters``. ``timeout`` is in seconds.
+    None for no process group. ``filters`` are entries of ``warnings.filters``. ``timeout`` is in seconds. ``coverage``
+    says how coverage is measured during the call, empty for not at all.
     """
 
     rank: int
@@ -27,6 +28,7 @@ class Call:
     timeout: float
     backend: str
     store: str | None
+    coverage: str
 
 
 @dataclass(frozen=True)

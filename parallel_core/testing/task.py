@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parallel_core.testing.measuring import wanted
 from parallel_core.testing.protocol import Call
 from parallel_core.testing.template_process import FIXED_ENVIRONMENT
 
@@ -48,6 +49,7 @@ class Task:
             timeout=self.timeout,
             backend=self.backend,
             store=store,
+            coverage=wanted(),
         )
 
 

@@ -12,6 +12,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from parallel_core.testing.measuring import begin
+
 REQUEST = b"a worker, please"
 """The pool's message; four descriptors come with it."""
 
@@ -28,15 +30,14 @@ def main(control_fd: str, forks: str, coverage: str) -> None:
     Args:
         control_fd: file descriptor of the socket on which requests come.
         forks: empty if this process is to become the first worker itself, where a fork of it can't be trusted.
-        coverage: how to measure coverage, as coverage.py writes it for other processes; empty if nothing is measured.
+        coverage: how to measure coverage, from `measuring.wanted`; empty if nothing is measured.
     """
     for module in _MODULES:
         importlib.import_module(module)
     gc.freeze()  # a collection in a worker that looked through all of torch would copy its memory too
     if coverage:
         # Not sooner, as measuring slows the imports down. A forked process goes on, with a file of its own.
-        os.environ["COVERAGE_PROCESS_CONFIG"] = coverage
-        importlib.import_module("coverage").process_startup()
+        begin(coverage)
     control = socket.socket(fileno=int(control_fd))
     control.set_inheritable(False)
     descriptors = _Template(control).serve() if forks else _become_a_worker(control)

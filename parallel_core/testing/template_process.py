@@ -14,6 +14,7 @@ from contextlib import suppress
 from multiprocessing.connection import Pipe
 from typing import IO
 
+from parallel_core.testing import measuring
 from parallel_core.testing.template import REQUEST
 
 FIXED_ENVIRONMENT = {
@@ -76,7 +77,7 @@ class _Template:
         # A file without a name vanishes with the last process that has it open, however the test run ends.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # open for the template's life
         inherited = {name: value for name, value in os.environ.items() if name != "COVERAGE_PROCESS_CONFIG"}
-        arguments = (json.dumps(sys.path), str(theirs.fileno()), "forks" if _FORKS else "", _coverage())
+        arguments = (json.dumps(sys.path), str(theirs.fileno()), "forks" if _FORKS else "", measuring.wanted())
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-c", _BOOT, *arguments],
             stdin=subprocess.DEVNULL,
@@ -167,17 +168,3 @@ def content(file: IO[bytes]) -> str:
     """Return all of a file that is being written to."""
     descriptor = file.fileno()
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
-
-
-def _coverage() -> str:
-    """Return what makes a template measure coverage as this process does; empty where this process does not."""
-    coverage = sys.modules.get("coverage")
-    current = coverage.Coverage.current() if coverage is not None else None
-    if current is None:
-        return ""
-    parallel = current.get_option("run:parallel")
-    current.set_option("run:parallel", True)  # each process writes a file of its own, which the run combines at its end
-    try:
-        return str(current.config.serialize())
-    finally:
-        current.set_option("run:parallel", parallel)

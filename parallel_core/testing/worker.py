@@ -10,7 +10,6 @@ import select
 import signal
 import sys
 import threading
-import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_core.testing.leftovers import Before
+from parallel_core.testing.measuring import Measuring
 from parallel_core.testing.payload import packed, packed_exception, packed_result, unpacked
 from parallel_core.testing.protocol import READY, Call, Raised, Returned, Settled
 from parallel_core.testing.surroundings import surroundings
@@ -27,7 +27,6 @@ from parallel_core.testing.surroundings import surroundings
 SEED = 0
 """What the generators of random numbers are seeded with at the start of each call, on every rank."""
 
-_SAVE_EVERY = 10.0  # seconds, of what coverage measures
 _SLACK = 60.0  # seconds by which this process's own limits come after the pool's, which tells more
 
 
@@ -57,16 +56,14 @@ class Worker:
 
     def run(self) -> None:
         """Say that this process is ready, and serve calls until a message is none."""
-        coverage, saved = _coverage(), time.monotonic()
+        measuring = Measuring()
         self._collect()
         self._connection.send_bytes(READY)
         while isinstance(call := unpacked(self._connection.recv_bytes()), Call):
+            measuring.follow(call.coverage)
             with surroundings(call):
                 self._serve(call)
-            # Now and then, so that a worker which is killed loses little; after each call it would double the time.
-            if coverage is not None and time.monotonic() > saved + _SAVE_EVERY:
-                coverage.save()
-                saved = time.monotonic()
+            measuring.save()
 
     def _serve(self, call: Call) -> None:
         # Where the interpreter itself is stuck, the watching thread does not run; this one needs no interpreter.
@@ -98,14 +95,6 @@ def die_with_the_pool(descriptor: int) -> None:
     poll.register(descriptor, 0)  # no events asked for: only the other end's closing is reported
     poll.poll()
     os.killpg(0, signal.SIGKILL)
-
-
-def _coverage() -> Any:
-    if "COVERAGE_PROCESS_CONFIG" not in os.environ:
-        return None
-    import coverage
-
-    return coverage.process_startup() or coverage.Coverage.current()
 
 
 def answer_of(call: Call) -> Returned | Raised:

@@ -107,6 +107,43 @@ def test_what_ranks_execute_is_covered(run_with_xdist_and_coverage: Path) -> Non
     assert '!     return "unreached"' in lines
 
 
+def test_ranks_pause_their_coverage_where_the_test_does(tmp_path: Path) -> None:
+    files = {
+        "measured.py": """
+            def before():
+                return "unmeasured, before"
+
+            def between():
+                return "measured"
+
+            def after():
+                return "unmeasured, after"
+            """,
+        "test_inner.py": """
+            import measured
+            import pytest
+
+            @pytest.mark.no_cover
+            def test_before(ranks):
+                ranks(measured.before, world_size=1)
+
+            def test_between(ranks):
+                ranks(measured.between, world_size=1)
+
+            @pytest.mark.no_cover
+            def test_after(ranks):
+                ranks(measured.after, world_size=1)
+            """,
+        "pytest.ini": "[pytest]\npythonpath = .\n",
+    }
+    process = start_pytest(tmp_path, files, "--cov=measured", "--cov-report=annotate:report")
+    output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, output
+    [report] = (tmp_path / "report").glob("*measured.py,cover")
+    lines = [line for line in report.read_text().splitlines() if "return" in line]
+    assert [line[0] for line in lines] == ["!", ">", "!"]
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_a_run_that_is_ended(tmp_path: Path, how: signal.Signals) -> None:
     (tmp_path / "pids").mkdir()
