@@ -61,7 +61,8 @@ def save_without_end(rank: int, folder: Path, first: int, kind: str) -> None:
             keep_last=2,
             checksum=False,
         )
-        (folder.parent / f"saved-{rank}").write_text(str(step))
+        (folder.parent / f"saving-{rank}").write_text(str(step))
+        (folder.parent / f"saving-{rank}").rename(folder.parent / f"saved-{rank}")  # a kill may come in between
 
 
 def forked(rank: int, folder: Path, first: int, kind: str) -> int:
