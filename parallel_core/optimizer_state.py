@@ -84,3 +84,10 @@ def load_named_state(
     ]
     own_state = {positions[name]: values for name, values in state.items()}
     optimizer.load_state_dict({"state": own_state, "param_groups": own_groups})
+    # It also casts state to the parameter's dtype, which not every optimizer keeps it in: averages in fp32, say, of
+    # weights in bf16. Step counts are where the optimizer wants them.
+    for name, values in state.items():
+        loaded = optimizer.state[parameters[name]]
+        for key, value in values.items():
+            if key != "step" and isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
+                loaded[key] = value.to(loaded[key].device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,7 +100,8 @@ def finish() -> None:
         _running.unseen_error()
 
 
-_group_of: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+# Weak: a group that torch has ended must not be kept, with its threads and connections.
+_apart: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 def group_apart() -> dist.ProcessGroup | None:
@@ -107,11 +109,13 @@ def group_apart() -> dist.ProcessGroup | None:
 
     None in a world of one.
     """
-    global _group_of
     if ranks.world_size() == 1:
         return None
     world = dist.group.WORLD
     assert world is not None  # there are several ranks
-    if _group_of is None or _group_of[0] is not world:
-        _group_of = (world, dist.new_group(backend="gloo"))
-    return _group_of[1]
+    known = _apart.get(world)
+    group = None if known is None else known()
+    if group is None:
+        group = dist.new_group(backend="gloo")
+        _apart[world] = weakref.ref(group)
+    return group

@@ -105,6 +105,47 @@ def test_a_scheduler_may_come_and_go_between_save_and_load(tmp_path: Path) -> No
     parallel_core.load_optimizer_state_dict(scheduled.model, scheduled.optimizer, state)
 
 
+class InFullPrecision(torch.optim.Optimizer):
+    """Keeps an average in fp32, whatever the parameters are."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # takes no closure
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is None:  # under fsdp, where this rank has nothing of the parameter
+                continue
+            average = self.state[parameter].setdefault("average", torch.zeros_like(parameter, dtype=torch.float32))
+            average.lerp_(parameter.grad.float(), 0.1)
+            parameter.data.sub_(average)
+
+
+def test_state_keeps_its_dtype_where_it_is_not_the_parameters(ranks: Ranks, tmp_path: Path) -> None:
+    """torch's own `load_state_dict` casts it."""
+
+    def work() -> list[str]:
+        found = []
+        for strategy, config in CONFIGS.items():
+            models = []
+            for _ in range(2):
+                bare = torch.nn.Linear(6, 6, dtype=torch.bfloat16)
+                wrapped = parallel_core.wrap_model_for_training(bare, config) or bare
+                models.append((wrapped, InFullPrecision(wrapped.parameters())))
+            (model, optimizer), (other, loaded) = models
+            model(torch.ones(2, 6, dtype=torch.bfloat16)).float().sum().backward()
+            optimizer.step()
+            parallel_core.save_checkpoint(tmp_path / "a", model, optimizer)
+            parallel_core.load_checkpoint(tmp_path / "a", other, loaded)
+            found += differences(
+                parallel_core.optimizer_state_dict(other, loaded),
+                parallel_core.optimizer_state_dict(model, optimizer),
+                where=strategy,
+            )
+        return found
+
+    assert ranks(work) == [[], []]
+
+
 def test_state_of_whole_parameters_is_refused_under_fsdp(ranks: Ranks, tmp_path: Path) -> None:
     """Which shows an optimizer pieces of parameters: what says something about a whole one can't be kept or used."""
 
