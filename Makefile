@@ -40,8 +40,9 @@ types: $(STAMP)  ## mypy, strict
 	@set -e; for tests in $(wildcard plugins/*/tests); do \
 		echo "$(RUN) mypy $$tests"; $(RUN) mypy $$tests; done
 
+# A file is run by one worker, from the longest on as tests/conftest.py has them, not from the one with most tests.
 unit: $(STAMP)  ## the tests, with coverage
-	$(RUN) pytest -n 2 --dist loadfile --cov --cov-report=term
+	$(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
 
 demo: $(STAMP)  ## train a small language model on 2 CPU ranks; STRATEGY=ddp, fsdp or fsdp2
 	PARALLEL_CORE_BACKEND=gloo PARALLEL_CORE_PARALLEL_STRATEGY=$(STRATEGY) $(RUN) torch.distributed.run --standalone --nproc-per-node 2 \

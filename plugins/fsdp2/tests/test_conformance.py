@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from parallel_core.testing.conformance import StrategyConformance
-
-# To measure takes as long again as to run; what is covered shows in ddp's run of the same clauses.
-pytestmark = pytest.mark.no_cover
 
 
 class TestFSDP2(StrategyConformance):
