@@ -58,8 +58,7 @@ def agreed_job(
     """
     with ranks.agreement(CheckpointError):
         held = {name: {key: _held(key, shard) for key, shard in part.shards.items()} for name, part in parts.items()}
-    told = {name: msgspec.json.encode(part.values) for name, part in parts.items() if name == "objects"}
-    told["extra"] = msgspec.json.encode(extra)
+        told = {"objects": msgspec.json.encode(parts["objects"].values), "extra": msgspec.json.encode(extra)}
     gathered = ranks.all_gather((held, told))
     for rank, (_, values) in enumerate(gathered):
         for what, value in values.items():

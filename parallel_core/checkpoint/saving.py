@@ -90,4 +90,6 @@ def save_checkpoint(
     if not background:
         write(job)
         return CheckpointSave(options.place)
-    return in_background.start(options.place, partial(write, copied_job(job)))
+    with ranks.agreement(CheckpointError):  # a rank whose memory is too small must not leave the others waiting
+        job = copied_job(job)
+    return in_background.start(options.place, partial(write, job))

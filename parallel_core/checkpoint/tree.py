@@ -38,6 +38,10 @@ def encode(value: Any, where: str, keep: Keep | None = None) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": str(float(value))}
     if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise CheckpointError(f"{where}: {value!r} is no text that JSON can hold: {error.reason}") from None
         return str(value)
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
@@ -47,6 +51,8 @@ def encode(value: Any, where: str, keep: Keep | None = None) -> Any:
         return {"$tuple": [encode(item, f"{where}[{index}]", keep) for index, item in enumerate(value)]}
     if isinstance(value, Mapping):
         pairs = [(key, encode(item, f"{where}[{key!r}]", keep)) for key, item in value.items()]
+        for key in value:
+            encode(key, f"{where}: the key {key!r}")
         if type(value) is not Counter and all(type(key) is str and not key.startswith("$") for key, _ in pairs):
             return dict(pairs)
         kind = "$counter" if type(value) is Counter else "$dict"

@@ -126,6 +126,23 @@ def test_a_failure_is_the_same_on_all_ranks_and_is_raised_where_nobody_waits(
     assert logged == [f"the checkpoint {tmp_path / 'file'} could not be saved: {reason}"]
 
 
+def test_a_rank_that_can_t_copy_is_told_of_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    def work() -> str:
+        def failing(job: Any) -> Any:
+            if collective.rank() == 1:
+                raise MemoryError("no room")
+            return job
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("parallel_core.checkpoint.saving.copied_job", failing)
+            with pytest.raises(CheckpointError) as caught:
+                parallel_core.save_checkpoint(tmp_path / "a", nn.Linear(2, 2), background=True)
+        return str(caught.value)
+
+    assert ranks(work) == ["rank 1 of 2: MemoryError: no room"] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
 SCRIPT = """
 import sys
 import torch, parallel_core

@@ -246,6 +246,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     f"{A_DTYPE} torch.int8": {"dtype": torch.int8},
     f"extra['at'][0]: found pathlib.PosixPath, {WITHOUT_PICKLE}": {"extra": {"at": [Path("x")]}},
     f"extra: found torch.Tensor, {WITHOUT_PICKLE}; call .tolist() or .item()": {"extra": torch.ones(1)},
+    "extra['at']: '\\udc80' is no text that JSON can hold: surrogates not allowed": {"extra": {"at": "\udc80"}},
+    "extra: the key '\\udc80': '\\udc80' is no text that JSON can hold: surrogates not allowed": {
+        "extra": {"\udc80": 1}
+    },
     "objects['loader'] has no state_dict(): found object": {"objects": {"loader": object()}},
     "path: '.hidden' can't be a checkpoint's folder; choose a name without a leading dot": {"path": ".hidden"},
     "path: expected the name of a folder, found ''": {"path": ""},
