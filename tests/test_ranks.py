@@ -220,26 +220,51 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def test_a_tensor_becomes_rank_0s_bit_for_bit_whatever_it_is(ranks: Ranks) -> None:
+@pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])
+def test_a_tensor_becomes_rank_0s_bit_for_bit_whatever_it_is(ranks: Ranks, together: bool) -> None:
     def work() -> dict[str, tuple[Tensor, Tensor, bool]]:
-        results = {}
-        for name, make in TENSORS.items():
-            torch.manual_seed(core.rank())
-            tensor = make()
-            pointer, strides = tensor.data_ptr(), tensor.stride()
-            before = core.bits(tensor).clone()
-            core.broadcast_tensor(tensor)
-            same_object = (tensor.data_ptr(), tensor.stride()) == (pointer, strides)
-            results[name] = (before, core.bits(tensor).clone(), same_object)
-        return results
+        torch.manual_seed(core.rank())
+        # One that fills a message of its own stands between the small ones.
+        tensors = {"large": torch.randn(1 << 18), **{name: make() for name, make in TENSORS.items()}}
+        order = sorted(tensors)
+        places = {name: (tensor.data_ptr(), tensor.stride()) for name, tensor in tensors.items()}
+        before = {name: core.bits(tensor).clone() for name, tensor in tensors.items()}
+        if together:
+            core.broadcast_tensors(tensors[name] for name in order)
+        else:
+            for name in order:
+                core.broadcast_tensor(tensors[name])
+        return {
+            name: (before[name], core.bits(tensor), (tensor.data_ptr(), tensor.stride()) == places[name])
+            for name, tensor in tensors.items()
+        }
 
     zero, one = ranks(work)
-    for name in TENSORS:
-        before, after, same_object = one[name]
+    for name, (before, after, same_object) in one.items():
         assert same_object, name
         assert zero[name][1].equal(zero[name][0]), f"{name}: rank 0's own was changed"
         assert after.equal(zero[name][0]), name
         assert name == "empty" or not after.equal(before), f"{name}: the test proves nothing"
+
+
+def test_small_tensors_are_sent_in_one_message_and_large_ones_without_a_copy(ranks: Ranks) -> None:
+    def work() -> list[int]:
+        sizes = []
+        broadcast = dist.broadcast
+
+        def counted(tensor: Tensor, src: int) -> None:
+            sizes.append(tensor.nbytes)
+            broadcast(tensor, src=src)
+
+        small, large = [torch.zeros(1000) for _ in range(300)], [torch.zeros(1 << 18) for _ in range(2)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "broadcast", counted)
+            core.broadcast_tensors([*small[:10], large[0], *small[10:], large[1]])
+        return sizes
+
+    # 262 of 4000 bytes are what goes into 1 MiB.
+    expected = [40_000, 1 << 20, 262 * 4000, 28 * 4000, 1 << 20]
+    assert ranks(work) == [expected] * 2
 
 
 def test_what_surrounds_a_view_is_not_overwritten(ranks: Ranks) -> None:
@@ -252,13 +277,13 @@ def test_what_surrounds_a_view_is_not_overwritten(ranks: Ranks) -> None:
 
 
 def test_a_tensor_that_is_expanded_from_one_element_is_broadcast(ranks: Ranks) -> None:
-    def work() -> list[float]:
-        tensor = torch.full((1,), float(core.rank() + 1)).expand(4)
-        core.broadcast_tensor(tensor)
-        values: list[float] = tensor.tolist()
-        return values
+    def work() -> list[list[float]]:
+        alone, first, second = (torch.full((1,), float(core.rank() + number)).expand(4) for number in (1, 2, 3))
+        core.broadcast_tensor(alone)
+        core.broadcast_tensors([first, second])
+        return [tensor.tolist() for tensor in (alone, first, second)]
 
-    assert ranks(work) == [[1.0] * 4] * 2
+    assert ranks(work) == [[[1.0] * 4, [2.0] * 4, [3.0] * 4]] * 2
 
 
 def test_bits_make_not_a_number_equal_to_itself_and_minus_zero_unlike_zero() -> None:

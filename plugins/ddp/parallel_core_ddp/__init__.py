@@ -83,8 +83,7 @@ def wrap_model(model: nn.Module, config: DDPConfig, device: torch.device) -> nn.
     if not any(parameter.requires_grad for parameter in model.parameters()):
         # DistributedDataParallel refuses a module with nothing to average (a frozen teacher, a loss). Equal values on
         # all ranks are all that such a module needs.
-        for tensor in (*model.parameters(), *model.buffers()):
-            ranks.broadcast_tensor(tensor)
+        ranks.broadcast_tensors((*model.parameters(), *model.buffers()))
         return model
     return DistributedDataParallel(
         model,
