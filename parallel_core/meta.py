@@ -102,6 +102,16 @@ class MetaStart:
         to_value = self._to_value.get(module)
         if not to_value:
             return
+        # It may fail on one rank alone, and the next collective comes soon.
+        with ranks.agreement(WrapError):
+            self._give_values(module, made, to_value)
+
+    def _give_values(self, module: nn.Module, made: dict[str, torch.Tensor], to_value: set[str]) -> None:
+        """Let one module give values to the tensors that were made for it.
+
+        Raises:
+            WrapError: it failed, or did not give values to all that it has to.
+        """
         reset = reset_method(module)
         assert reset is not None  # check_start let the model pass
         with self._writing_to_no_shard(module):
@@ -141,18 +151,16 @@ class MetaStart:
             for name, parameter in part.named_parameters(recurse=False)
             if id(parameter) in self._handed_over or is_dtensor(parameter)
         }
-        # Ranks hold different shards, so that one may fail where another does not; the next collective comes soon.
-        with ranks.agreement(WrapError) if taken else nullcontext():
-            watch = _WriteWatch(taken)
-            # Not on the device that the caller has made the default: that may be the meta device still.
-            with torch.device("cpu"), torch.no_grad(), watch if taken else nullcontext():
-                yield
-            if watch.written:
-                raise WrapError(
-                    f"{type(module).__name__} writes to parameters that are cut into shards already when it is reset; "
-                    f"{named('written to', watch.written)}; initialise them in their own modules, or build the model "
-                    f"on a device; this model has to be built again"
-                )
+        watch = _WriteWatch(taken)
+        # Not on the device that the caller has made the default: that may be the meta device still.
+        with torch.device("cpu"), torch.no_grad(), watch if taken else nullcontext():
+            yield
+        if watch.written:
+            raise WrapError(
+                f"{type(module).__name__} writes to parameters that are cut into shards already when it is reset; "
+                f"{named('written to', watch.written)}; initialise them in their own modules, or build the model "
+                f"on a device; this model has to be built again"
+            )
 
     def _made(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the CPU that takes the place of one on the meta device, the same in all its places."""

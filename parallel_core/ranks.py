@@ -8,6 +8,7 @@ answer of a world of one.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,11 @@ import torch.distributed as dist
 from parallel_core import errors
 from parallel_core.errors import ParallelCoreError, RankError, WrapError
 
+# What went wrong on a rank: the class to raise, and the message.
+Verdict = tuple[type[ParallelCoreError], str] | None
+
 __all__ = [
+    "Comparison",
     "agree",
     "agreement",
     "all_gather",
@@ -27,6 +32,7 @@ __all__ = [
     "broadcast",
     "broadcast_tensor",
     "broadcast_tensors",
+    "comparison",
     "differing_tensors",
     "in_contact",
     "rank",
@@ -126,26 +132,45 @@ def agree(
         kind: the class raised for an error that is not one of parallel_core; its message then names the original class.
         group: as for `agreement`.
     """
-    mine: tuple[type[ParallelCoreError], str] | None = None
-    if isinstance(error, ParallelCoreError):
-        # The nearest class of this package: one of a strategy's own may not be had, or made from a text, elsewhere.
-        mine = (next(found for found in type(error).__mro__ if found.__module__ == errors.__name__), str(error))
-    elif error is not None:
-        mine = (kind, f"{type(error).__name__}: {error}")
-    verdicts = all_gather(mine, group)
-    failed = {index: verdict for index, verdict in enumerate(verdicts) if verdict is not None}
-    if not failed:
-        return
-    error_class = failed[min(failed)][0]
-    ranks_by_message: dict[str, list[int]] = {}
-    for index, (_, message) in failed.items():
-        ranks_by_message.setdefault(message, []).append(index)
-    if len(failed) == len(verdicts) and len(ranks_by_message) == 1:
-        if isinstance(error, error_class):
-            raise error
-        raise error_class(next(iter(ranks_by_message))) from error
-    lines = [f"{_rank_list(indices)}: {message}" for message, indices in ranks_by_message.items()]
-    raise error_class("\n".join(lines)) from error
+    _raise_together(all_gather(_verdict(error, kind), group), error)
+
+
+class Comparison:
+    """A value that every rank has one of.
+
+    Attributes:
+        mine: this rank's; to be set in the block of `comparison`.
+        by_rank: the values of all ranks, by rank, once the block has ended.
+    """
+
+    mine: Any
+    by_rank: list[Any]
+
+
+@contextmanager
+def comparison(kind: type[ParallelCoreError] = RankError) -> Iterator[Comparison]:
+    """Run the block on every rank as `agreement` does, and hand on the value that it sets as `mine`.
+
+    Values may be long: as long as all ranks have the same, only hashes are exchanged. They are pickled.
+
+    Args:
+        kind: as for `agreement`.
+
+    Raises:
+        ParallelCoreError: the block failed somewhere; see `agree`.
+    """
+    said = Comparison()
+    caught: Exception | None = None
+    digest = b""
+    try:
+        yield said
+        # Equal values may differ as bytes, by the order of a set, say; that costs a longer message and nothing else.
+        digest = hashlib.sha256(pickle.dumps(said.mine)).digest()
+    except Exception as error:
+        caught = error
+    verdicts, digests = zip(*all_gather((_verdict(caught, kind), digest)), strict=True)
+    _raise_together(list(verdicts), caught)
+    said.by_rank = [said.mine] * len(digests) if len(set(digests)) == 1 else all_gather(said.mine)
 
 
 def broadcast_tensor(tensor: torch.Tensor) -> None:
@@ -211,6 +236,37 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # Not view(-1): a tensor of one element may have any stride and counts as contiguous all the same.
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
+
+
+def _verdict(error: Exception | None, kind: type[ParallelCoreError]) -> Verdict:
+    if error is None:
+        return None
+    if isinstance(error, ParallelCoreError):
+        # The nearest class of this package: one of a strategy's own may not be had, or made from a text, elsewhere.
+        return next(found for found in type(error).__mro__ if found.__module__ == errors.__name__), str(error)
+    return kind, f"{type(error).__name__}: {error}"
+
+
+def _raise_together(verdicts: list[Verdict], error: Exception | None) -> None:
+    """Raise what `agree` says, if there is a verdict on any rank.
+
+    Args:
+        verdicts: of all ranks.
+        error: this rank's own.
+    """
+    failed = {index: verdict for index, verdict in enumerate(verdicts) if verdict is not None}
+    if not failed:
+        return
+    error_class = failed[min(failed)][0]
+    ranks_by_message: dict[str, list[int]] = {}
+    for index, (_, message) in failed.items():
+        ranks_by_message.setdefault(message, []).append(index)
+    if len(failed) == len(verdicts) and len(ranks_by_message) == 1:
+        if isinstance(error, error_class):
+            raise error
+        raise error_class(next(iter(ranks_by_message))) from error
+    lines = [f"{_rank_list(indices)}: {message}" for message, indices in ranks_by_message.items()]
+    raise error_class("\n".join(lines)) from error
 
 
 def _sent_together(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

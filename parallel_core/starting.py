@@ -23,7 +23,7 @@ from parallel_core.strategy_config import StrategyConfig
 
 @dataclass(frozen=True)
 class FirstValues:
-    """What a training script says about its model's first values, agreed on by all ranks.
+    """What a training script says about its model's first values; all ranks say the same.
 
     Attributes:
         loads: whether they come from a state dict: rank 0's.
@@ -33,22 +33,6 @@ class FirstValues:
     loads: bool
     state_dict: Mapping[str, Any] | None
 
-    @classmethod
-    def of(cls, state_dict: Mapping[str, Any] | None) -> FirstValues:
-        """Agree on whether there is a state dict; a collective.
-
-        Raises:
-            WrapError: another rank has one and rank 0 has none; the same error on every rank.
-        """
-        # An empty dict is how a rank other than 0 says that it has nothing to say.
-        given = ranks.all_gather(state_dict is not None if ranks.rank() == 0 else bool(state_dict))
-        if not given[0] and any(given):
-            raise WrapError(
-                f"rank {given.index(True)} passes a state_dict and rank 0 passes none, and it is rank 0's that counts; "
-                f"pass it there, or nowhere"
-            )
-        return cls(given[0], state_dict)
-
     def told(self, model: nn.Module) -> str:
         """Return in words where a bare model's first values come from."""
         if self.loads:
@@ -56,14 +40,17 @@ class FirstValues:
         return "reset_parameters, from the meta device" if meta_tensors(model) else "the model as it was built"
 
     def check(self, model: nn.Module, layout: Layout) -> None:
-        """Agree that every tensor of a bare model is going to have a value; a collective. Touches nothing.
+        """Agree that every tensor of a bare model, alike on all ranks, is going to have a value. Touches nothing.
+
+        A collective where a state dict, or the meta device, has a part in it.
 
         Raises:
             WrapError: a tensor on the meta device would be left without one.
             StateDictError: the state dict does not fit the model.
         """
-        with ranks.agreement(WrapError):
-            check_start(model, layout.entries if self.loads else None)
+        if meta_tensors(model):
+            with ranks.agreement(WrapError):
+                check_start(model, layout.entries if self.loads else None)
         if self.loads:
             check_model_state_dict(layout, self.state_dict, StateDictType.FULL, strict=True, cast=False)
 

@@ -19,7 +19,7 @@ from parallel_core.record import Record, attach
 from parallel_core.report import measured_report
 from parallel_core.starting import FirstValues, start_bare
 from parallel_core.strategy import bare_model_strategy, bound_strategy
-from parallel_core.wrapping import check_alike, check_optimizer, check_wrap, local_device, log_declined
+from parallel_core.wrapping import check_alike, check_optimizer, check_wrap, local_device, log_declined, told
 
 if TYPE_CHECKING:
     from parallel_core.config import DistributedConfig
@@ -53,12 +53,13 @@ def wrap_model_for_training(
             tensor on the meta device; the same error on every rank, and the model is as it was.
         StateDictError: `state_dict` does not fit; the same error on every rank, and the model is as it was.
     """
-    with ranks.agreement(WrapError):
+    with ranks.comparison(WrapError) as ranks_told:
         strategy = bound_strategy(config.parallel_strategy)
         device = local_device(config) if device is None else torch.device(device)
         applies = strategy.applies(ranks.world_size(), device)
-    check_alike(config, device, applies=applies)
-    first_values = FirstValues.of(state_dict)
+        ranks_told.mine = told(config, device, state_dict, applies=applies)
+    check_alike(ranks_told.by_rank)
+    first_values = FirstValues(ranks_told.by_rank[0].has_state, state_dict)
     if not applies:
         log_declined(strategy, config, device)
         return start_bare(model, device, first_values)

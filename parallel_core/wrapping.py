@@ -11,9 +11,9 @@ import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -70,30 +70,54 @@ def log_declined(strategy: Strategy, config: DistributedConfig, device: torch.de
         logger.warning("not in effect, because strategy %r does not apply here: %s", strategy.name, settings)
 
 
-def check_alike(config: DistributedConfig, device: torch.device, *, applies: bool) -> None:
-    """Agree that all ranks were told to do the same; a collective.
+class Told(NamedTuple):
+    """What a rank was told to do; must be the same on all of them, but for the state dict.
 
-    Args:
-        config: the settings of this rank.
-        device: where this rank trains.
-        applies: whether the strategy that it names applies on this rank.
-
-    Raises:
-        WrapError: they were not; the same error on every rank.
+    Attributes:
+        settings: the values of the settings that count, as texts: a rank may lack the plugin that could read another's.
+        device: the kind of device to train on.
+        applies: whether the strategy applies there.
+        has_state: whether there is a state dict to start from.
     """
+
+    settings: dict[str, str]
+    device: str
+    applies: bool
+    has_state: bool
+
+
+def told(
+    config: DistributedConfig, device: torch.device, state_dict: Mapping[str, Any] | None, *, applies: bool
+) -> Told:
+    """Return what this rank was told, from its settings, its device, and its state dict."""
     of_strategy = f"{config.parallel_strategy}_"
-    # Texts, because a rank may lack the plugin that could read another's values.
-    told = {
+    settings = {
         name: repr(getattr(config, name))
         for name in type(config).__struct_fields__
         if name in CORE_FIELDS or name.startswith(of_strategy)
     }
-    gathered = ranks.all_gather((told, str(device.type), applies))
-    _raise_differences([each for each, _, _ in gathered], _told_differences, "give every rank the same config")
+    # An empty dict is how a rank other than 0 says that it has nothing to say.
+    has_state = state_dict is not None if ranks.rank() == 0 else bool(state_dict)
+    return Told(settings, device.type, applies, has_state)
+
+
+def check_alike(by_rank: list[Told]) -> None:
+    """Refuse to go on unless all ranks were told to do the same.
+
+    Raises:
+        WrapError: they were not; the same error on every rank.
+    """
+    _raise_differences([each.settings for each in by_rank], _told_differences, "give every rank the same config")
     # The config is the same by now, so it is the device that makes a strategy apply here and not there.
-    answers = [{"the answer of hook applies": f"{answer} for {kind}"} for _, kind, answer in gathered]
-    if len({answer for _, _, answer in gathered}) > 1:
+    if len({each.applies for each in by_rank}) > 1:
+        answers = [{"the answer of hook applies": f"{each.applies} for {each.device}"} for each in by_rank]
         _raise_differences(answers, _told_differences, "train on the same kind of device on every rank")
+    with_state = [rank for rank, each in enumerate(by_rank) if each.has_state]
+    if with_state and 0 not in with_state:
+        raise WrapError(
+            f"rank {with_state[0]} passes a state_dict and rank 0 passes none, and it is rank 0's that counts; pass it "
+            f"there, or nowhere"
+        )
 
 
 def check_wrap(
@@ -112,7 +136,7 @@ def check_wrap(
         WrapError: it can't be; the same error on every rank.
         StateDictError: the state dict that its first values come from does not fit; likewise.
     """
-    with ranks.agreement(WrapError):
+    with ranks.comparison(WrapError) as shown:
         layout = checked_layout(model)
         problems = strategy.check_model(model, config.options, device)
         if problems:
@@ -121,14 +145,14 @@ def check_wrap(
         if part is not None:
             raise WrapError(f"part {part!r} of the model is wrapped already; wrap the whole bare model, once")
         report = planned_report(model, strategy, config, layout, first_values.told(model))
-    bare = bare_names(model)
-    buffers = {bare(name): spec_of(name, buffer) for name, buffer in model.named_buffers()}
-    # A state dict lacks the buffers that are not persistent, and they are handed from rank to rank like the others.
-    whole = replace(layout, entries={**layout.entries, **buffers})
-    gathered = ranks.all_gather((whole, dict.fromkeys(meta_tensors(model), "is on the meta device")))
+        bare = bare_names(model)
+        buffers = {bare(name): spec_of(name, buffer) for name, buffer in model.named_buffers()}
+        # A state dict lacks the buffers that are not persistent, and they are handed from rank to rank like the others.
+        whole = replace(layout, entries={**layout.entries, **buffers})
+        shown.mine = (whole, dict.fromkeys(meta_tensors(model), "is on the meta device"))
     advice = "build the same model everywhere"
-    _raise_differences([layout for layout, _ in gathered], _layout_differences, advice)
-    _raise_differences([on_meta for _, on_meta in gathered], _meta_differences, advice)
+    _raise_differences([layout for layout, _ in shown.by_rank], _layout_differences, advice)
+    _raise_differences([on_meta for _, on_meta in shown.by_rank], _meta_differences, advice)
     first_values.check(model, layout)
     return Plan(layout, report, earlier_optimizers(model))
 

@@ -418,3 +418,21 @@ def wrap_meta_model(model, start):
     assert model.seen == ([model[0], model[1], model], False)
     loaded: Any = wrapped(on_meta(lambda: nn.Linear(2, 2)), state_dict=nn.Linear(2, 2).state_dict())
     assert loaded.seen[1] is True
+
+
+def test_a_reset_that_fails_on_one_rank_is_told_of_on_every_rank(on_ranks: Callable[..., list[Any]]) -> None:
+    class Reads(nn.Linear):
+        def reset_parameters(self) -> None:
+            if core.rank() == 1 and not self.weight.is_meta:
+                raise OSError("no file")
+            nn.init.ones_(self.weight)
+            nn.init.zeros_(self.bias)
+
+    def work() -> Any:
+        return wrapped(on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Reads(2, 2))))
+
+    found = on_ranks(work)
+    assert found[0] == found[1]
+    kind, message = found[0]
+    assert kind == "WrapError"
+    assert message.startswith("rank 1 of 2: reset_parameters of '1' (Reads) failed with OSError: no file")

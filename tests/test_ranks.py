@@ -197,6 +197,35 @@ def test_an_interrupt_is_not_taken_for_an_error() -> None:
         raise KeyboardInterrupt
 
 
+def test_what_ranks_compare_is_exchanged_whole_only_where_it_differs(ranks: Ranks) -> None:
+    def work() -> list[Any]:
+        lengths: list[int] = []
+        gather = core._all_gather_bytes
+
+        def counted(data: bytes, size: int, group: Any) -> list[bytes]:
+            lengths.append(size)
+            return gather(data, size, group)
+
+        long, found = "x" * 10_000, list[Any]()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(core, "_all_gather_bytes", counted)
+            for value in (long, f"{long}{core.rank()}"):
+                with core.comparison() as said:
+                    said.mine = value
+                found.append([each.removeprefix(long) for each in said.by_rank])
+            try:
+                with core.comparison(WrapError) as said:
+                    said.mine = str(1 // core.rank())
+            except WrapError as error:
+                found.append(str(error))
+        return [found, lengths[:2], len(lengths)]
+
+    message = "rank 0 of 2: ZeroDivisionError: integer division or modulo by zero"
+    alike, different, first_long, failed = 1, 1, 2, 1
+    expected = [[["", ""], ["0", "1"], message], [256, 256], alike + different + first_long + failed]
+    assert ranks(work) == [expected] * 2
+
+
 TENSORS: dict[str, Callable[[], Tensor]] = {
     "float32": lambda: torch.randn(3, 4),
     "float64": lambda: torch.randn(3, dtype=torch.float64),
