@@ -123,7 +123,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch
 
     from parallel_core.tensors import is_dtensor
 
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    # A list: of a model without parameters torch warns where it gets a generator.
+    norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), max_norm, norm_type)
     return norm.full_tensor() if is_dtensor(norm) else norm
 
 

@@ -7,13 +7,14 @@ attributes can be mistaken for the one that was marked.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from parallel_core.errors import WrapError
+from parallel_core.errors import StateDictError, WrapError
 from parallel_core.names import bare_names, uncompiled
 from parallel_core.units import tied_parameters
 
@@ -24,17 +25,22 @@ if TYPE_CHECKING:
 
 RECORD = "_parallel_core_record"
 INNER = "_parallel_core_inner"
+PART = "_parallel_core_part"
+
+MEND_COPIES = "let the hook that replaces them leave the model's own tensors in the state dict, and change a copy of it"
 
 __all__ = [
+    "MEND_COPIES",
     "Layout",
     "Record",
     "TensorSpec",
     "bare_parameters",
     "bare_shapes",
     "bare_state",
+    "check_unchanged",
+    "copied_entries",
     "find_record",
     "inner_module",
-    "is_wrapped",
     "parameter_names",
     "spec_of",
 ]
@@ -70,12 +76,14 @@ class Layout:
         parameters: the names of the parameters, a tied one by its first name, in the model's order.
         tied: all names of each parameter that has more than one.
         frozen: the names of the parameters that need no gradient.
+        buffers: the persistent buffers, by their own names in their modules.
     """
 
     entries: dict[str, TensorSpec | None]
     parameters: tuple[str, ...]
     tied: tuple[tuple[str, ...], ...]
     frozen: tuple[str, ...]
+    buffers: tuple[str, ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> Layout:
@@ -85,7 +93,7 @@ class Layout:
         parameters = tuple(bare(name) for name, _ in model.named_parameters())
         tied = tuple(tuple(bare(name) for name in group) for group in tied_parameters(model))
         frozen = tuple(bare(name) for name, parameter in model.named_parameters() if not parameter.requires_grad)
-        return cls(entries, parameters, tied, frozen)
+        return cls(entries, parameters, tied, frozen, _persistent_buffers(model))
 
 
 @dataclass(frozen=True)
@@ -114,10 +122,13 @@ class Record:
 
 
 class _Inside:
-    """The mark on the module inside a wrapped one. A copy of that module alone is a bare model again."""
+    """The mark on a module inside a wrapped one. A copy of that module alone is a bare model again."""
 
     def __init__(self, wrapped: nn.Module) -> None:
         self._wrapped = weakref.ref(wrapped)
+
+    def is_alive(self) -> bool:
+        return self._wrapped() is not None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Inside | None:
         copied = memo.get(id(self._wrapped()))
@@ -128,19 +139,25 @@ class _Inside:
 
 
 def attach(record: Record, wrapped: nn.Module, bare: nn.Module) -> None:
-    """Mark a wrapped model with its record, and the module inside, where it is another object, as the inner one."""
+    """Mark a wrapped model with its record, the module inside, where it is another object, and the parts of both."""
     wrapped, bare = uncompiled(wrapped), uncompiled(bare)  # as all who look for the marks do
     vars(wrapped)[RECORD] = record
+    mark = _Inside(wrapped)
+    for part in wrapped.modules():
+        if part is not wrapped:
+            vars(part)[PART] = mark
     if bare is not wrapped:
-        vars(bare)[INNER] = _Inside(wrapped)
+        vars(bare)[INNER] = mark
 
 
 def find_record(model: nn.Module) -> Record | None:
     """Return the record of a wrapped model, looked up through `torch.compile`, or None for a bare model.
 
     Raises:
-        WrapError: it is the module inside a wrapped one.
+        WrapError: it is no module, a part of a wrapped model, or something that has wrapped models as its parts.
     """
+    if not isinstance(model, nn.Module):
+        raise WrapError(f"expected a model, a torch.nn.Module, found {type(model).__name__}")
     model = uncompiled(model)
     if _is_inside(model):
         raise WrapError(
@@ -148,17 +165,34 @@ def find_record(model: nn.Module) -> Record | None:
             f"shards alone; pass what wrap_model_for_training returned"
         )
     record: Record | None = vars(model).get(RECORD)
+    if record is None:
+        _check_bare(model)
     return record
-
-
-def is_wrapped(module: nn.Module) -> bool:
-    """Return whether a module is a wrapped model itself, or the module inside of one."""
-    return RECORD in vars(module) or _is_inside(module)
 
 
 def inner_module(model: nn.Module) -> nn.Module:
     """Return the user's module inside of a wrapped one: itself where the strategy returned the same object."""
     return next((module for module in model.modules() if _is_inside(module)), model)
+
+
+def _check_bare(model: nn.Module) -> None:
+    """Refuse what the verbs would take for a bare model, though its parameters may be shards.
+
+    Raises:
+        WrapError: it is a part of a wrapped model, or has wrapped models as its parts.
+    """
+    mark = vars(model).get(PART)
+    if isinstance(mark, _Inside) and mark.is_alive():
+        raise WrapError(
+            f"this {type(model).__name__} is a part of a wrapped model; pass the whole, which wrap_model_for_training "
+            f"returned"
+        )
+    found = next((name for name, part in model.named_modules() if RECORD in vars(part)), None)
+    if found is not None:
+        raise WrapError(
+            f"part {found!r} of this {type(model).__name__} is wrapped already, and the whole is not; wrap the whole "
+            f"bare model, once, or pass each wrapped part alone"
+        )
 
 
 def _is_inside(module: nn.Module) -> bool:
@@ -171,13 +205,66 @@ def bare_state(model: nn.Module) -> dict[str, Any]:
     return {bare(key): value for key, value in model.state_dict(keep_vars=True).items()}
 
 
+def copied_entries(model: nn.Module) -> list[str]:
+    """Return the names in a bare model's state dict whose tensors are no memory of the model: loading can't fill them.
+
+    A hook of a module's has put copies there, in another dtype, say.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    own = {*map(id, tensors), *map(_storage, tensors)}
+    return [
+        name
+        for name, value in bare_state(model).items()
+        if spec_of(name, value) is not None and id(value) not in own and _storage(value) not in own
+    ]
+
+
+def _storage(tensor: torch.Tensor) -> tuple[str, int]:
+    """Return what a tensor has in common with its views; of one without memory of its own kind, what nothing has."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return ("storage", tensor.untyped_storage()._cdata) if plain else ("tensor", id(tensor))
+
+
+def check_unchanged(model: nn.Module, layout: Layout) -> None:
+    """Refuse a wrapped model that has more or fewer parameters or persistent buffers than when it was wrapped.
+
+    Raises:
+        StateDictError: something was added to it, or taken away.
+    """
+    before, now = Counter(layout.buffers), Counter(_persistent_buffers(model))
+    changes = [f"the buffer {name!r} was added" for name in now - before]
+    changes += [f"the buffer {name!r} was taken away" for name in before - now]
+    count = sum(1 for _ in model.parameters())
+    if count != len(layout.parameters):
+        changes.append(f"it had {len(layout.parameters)} parameters and has {count}")
+    if changes:
+        raise StateDictError(
+            f"the model has changed since it was wrapped: {'; '.join(changes[:5])}; give it all its parameters and "
+            f"buffers before the wrap (register_buffer with None registers nothing yet)"
+        )
+
+
+def _persistent_buffers(model: nn.Module) -> tuple[str, ...]:
+    """Return the own names of the buffers that are saved: those that no wrapper changes."""
+    return tuple(
+        name
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    )
+
+
 def bare_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a model, wrapped or bare, by the bare model's names, a tied one by its first name.
 
     A wrapped model has them in the bare model's order, whatever objects they have become.
+
+    Raises:
+        StateDictError: a wrapped model is not what it was when it was wrapped, see `check_unchanged`.
     """
     record = find_record(model)
     layout = Layout.of(model) if record is None else record.layout
+    check_unchanged(model, layout)
     return dict(zip(layout.parameters, model.parameters(), strict=True))
 
 

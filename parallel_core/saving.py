@@ -15,9 +15,10 @@ from parallel_core import ranks
 from parallel_core.answering import settled
 from parallel_core.errors import StateDictError, StrategyError
 from parallel_core.hookspecs import StateDictType
-from parallel_core.optimizer_state import required_groups
+from parallel_core.meta_model import meta_tensors
+from parallel_core.optimizer_state import named_groups, required_groups
 from parallel_core.optimizer_state_dicts import check_optimizer_state_dict
-from parallel_core.record import Layout, bare_parameters
+from parallel_core.record import MEND_COPIES, Layout, bare_parameters, check_unchanged, copied_entries
 from parallel_core.state_dicts import (
     IncompatibleKeys,
     check_model_state_dict,
@@ -40,14 +41,31 @@ def model_state_dict(model: nn.Module, state_dict_type: StateDictType | str = St
     Raises:
         StateDictError: `state_dict_type` is neither of the two.
     """
-    kind = parse_state_dict_type(state_dict_type)
-    record, strategy, model = settled(model)
-    layout = Layout.of(model) if record is None else record.layout
+    with ranks.comparison(StateDictError) as call:
+        kind = parse_state_dict_type(state_dict_type)
+        record, strategy, model = settled(model)
+        layout = Layout.of(model) if record is None else record.layout
+        check_unchanged(model, layout)
+        call.mine = kind.value
+    _check_alike(call.by_rank)
     entries = strategy.model_state_dict(model, kind)
     expected = {} if kind is StateDictType.FULL and ranks.rank() else layout.entries
     with ranks.agreement():
         _check_names(strategy, entries, expected)
     return {name: entries[name] for name in expected}
+
+
+def _check_alike(by_rank: list[object]) -> None:
+    """Refuse to go on unless all ranks read the same.
+
+    Raises:
+        StateDictError: they don't; the same error on every rank.
+    """
+    odd = next((rank for rank, call in enumerate(by_rank) if call != by_rank[0]), None)
+    if odd is not None:
+        raise StateDictError(
+            f"every rank must read the same: rank 0 reads {by_rank[0]!r}, rank {odd} reads {by_rank[odd]!r}"
+        )
 
 
 def _check_names(strategy: Strategy, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -84,12 +102,31 @@ def load_model_state_dict(
     Raises:
         StateDictError: the dict does not fit; the same error on every rank, and nothing is loaded.
     """
-    kind = parse_state_dict_type(state_dict_type)
-    record, strategy, model = settled(model)
-    layout = Layout.of(model) if record is None else record.layout
+    with ranks.agreement(StateDictError):
+        kind = parse_state_dict_type(state_dict_type)
+        record, strategy, model = settled(model)
+        layout = Layout.of(model) if record is None else record.layout
+        check_unchanged(model, layout)
+        if record is None:
+            _check_can_be_filled(model)
     incompatible = check_model_state_dict(layout, state_dict, kind, strict=strict, cast=cast)
     strategy.load_model_state_dict(model, entries_to_load(layout, state_dict, kind, incompatible.missing_keys), kind)
     return incompatible
+
+
+def _check_can_be_filled(model: nn.Module) -> None:
+    """Refuse a bare model into which nothing can be loaded; for a wrapped one, the wrap has seen to it.
+
+    Raises:
+        StateDictError: its tensors have no memory, or its state dict has copies of them.
+    """
+    if on_meta := meta_tensors(model):
+        raise StateDictError(
+            f"{named('on the meta device', on_meta)}; give the model memory first (model.to_empty(device=...)), or "
+            f"wrap it, with state_dict=..."
+        )
+    if copies := copied_entries(model):
+        raise StateDictError(f"{named('copies in the state dict, which can not be filled', copies)}; {MEND_COPIES}")
 
 
 def optimizer_state_dict(
@@ -106,8 +143,12 @@ def optimizer_state_dict(
         `{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], option: value, ...}]}`, or `{}` under
         `full` on a rank other than 0.
     """
-    kind = parse_state_dict_type(state_dict_type)
-    _, strategy, model = settled(model)
+    with ranks.comparison(StateDictError) as call:
+        kind = parse_state_dict_type(state_dict_type)
+        _, strategy, model = settled(model)
+        groups = named_groups(optimizer, bare_parameters(model))
+        call.mine = (kind.value, type(optimizer).__name__, [len(group["params"]) for group in groups])
+    _check_alike(call.by_rank)
     return strategy.optimizer_state_dict(model, optimizer, kind)
 
 
@@ -129,10 +170,10 @@ def load_optimizer_state_dict(
     Raises:
         StateDictError: the dict does not fit; the same error on every rank, and nothing is loaded.
     """
-    kind = parse_state_dict_type(state_dict_type)
-    record, strategy, model = settled(model)
-    layout = Layout.of(model) if record is None else record.layout
     with ranks.agreement(StateDictError):
+        kind = parse_state_dict_type(state_dict_type)
+        record, strategy, model = settled(model)
+        layout = Layout.of(model) if record is None else record.layout
         groups = required_groups(optimizer, bare_parameters(model))
     checked = check_optimizer_state_dict(layout, groups, state_dict, kind)
     strategy.load_optimizer_state_dict(model, optimizer, checked, kind)

@@ -15,7 +15,7 @@ from parallel_core.errors import WrapError
 from parallel_core.hookspecs import StateDictType
 from parallel_core.meta import MetaStart
 from parallel_core.meta_model import check_start, meta_tensors
-from parallel_core.record import Layout, find_record
+from parallel_core.record import MEND_COPIES, Layout, copied_entries, find_record
 from parallel_core.state_dicts import check_model_state_dict, entries_to_load, named
 from parallel_core.strategy import Strategy, bare_model_strategy
 from parallel_core.strategy_config import StrategyConfig
@@ -89,6 +89,16 @@ def checked_layout(model: nn.Module) -> Layout:
     return Layout.of(model)
 
 
+def check_no_copies(model: nn.Module) -> None:
+    """Refuse a bare model whose state dict has copies of its tensors.
+
+    Raises:
+        WrapError: it has.
+    """
+    if copies := copied_entries(model):
+        raise WrapError(f"{named('copies in the state dict, which can not be filled', copies)}; {MEND_COPIES}")
+
+
 def start_bare(model: nn.Module, device: torch.device, first_values: FirstValues) -> nn.Module | None:
     """Give a model that stays bare its first values, and return it on its device; None if it has them already.
 
@@ -100,6 +110,7 @@ def start_bare(model: nn.Module, device: torch.device, first_values: FirstValues
     strategy = bare_model_strategy()
     with ranks.agreement(WrapError):
         layout = checked_layout(model)
+        check_no_copies(model)
     first_values.check(model, layout)
     with ranks.agreement(WrapError):
         first_values.wrap(model, layout, strategy, strategy.config_class(), device)

@@ -132,6 +132,8 @@ def judge(layout: Layout, state_dict: Any, state_dict_type: StateDictType, *, ca
             problems.append(f"{name!r}: expected a tensor, found {found}")
         elif is_dtensor(value) and state_dict_type is StateDictType.FULL:
             problems.append(f"{name!r}: found a DTensor in a full state dict; pass state_dict_type='sharded'")
+        elif value.layout is not torch.strided:
+            problems.append(f"{name!r}: found a sparse tensor; make it dense")
         elif value.is_meta:
             problems.append(f"{name!r}: found a tensor on the meta device, which has no values")
         elif tuple(value.shape) != spec.shape:

@@ -14,12 +14,21 @@ from torch import nn
 
 from parallel_core import ranks
 from parallel_core.answering import answering, settled
+from parallel_core.config import DistributedConfigBase
 from parallel_core.errors import WrapError
 from parallel_core.record import Record, attach
 from parallel_core.report import measured_report
 from parallel_core.starting import FirstValues, start_bare
 from parallel_core.strategy import bare_model_strategy, bound_strategy
-from parallel_core.wrapping import check_alike, check_optimizer, check_wrap, local_device, log_declined, told
+from parallel_core.wrapping import (
+    check_alike,
+    check_optimizer,
+    check_optimizers_alike,
+    check_wrap,
+    local_device,
+    log_declined,
+    told,
+)
 
 if TYPE_CHECKING:
     from parallel_core.config import DistributedConfig
@@ -54,6 +63,8 @@ def wrap_model_for_training(
         StateDictError: `state_dict` does not fit; the same error on every rank, and the model is as it was.
     """
     with ranks.comparison(WrapError) as ranks_told:
+        if not isinstance(config, DistributedConfigBase):
+            raise WrapError(f"expected a DistributedConfig, found {type(config).__name__}; load_config makes one")
         strategy = bound_strategy(config.parallel_strategy)
         device = local_device(config) if device is None else torch.device(device)
         applies = strategy.applies(ranks.world_size(), device)
@@ -76,10 +87,15 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
     """Return the optimizer to train with, made ready by the model's strategy.
 
     Raises:
-        WrapError: the optimizer was made before the wrap, or holds parameters that are not the model's.
+        WrapError: the optimizer was made before the wrap, holds parameters that are not the model's, or is another one
+            on another rank; the same error on every rank.
     """
-    record, strategy, model = settled(model)
-    check_optimizer(model, optimizer, record)
+    with ranks.comparison(WrapError) as optimizers:
+        record, strategy, model = settled(model)
+        check_optimizer(model, optimizer, record)
+        counts = [len(group["params"]) for group in optimizer.param_groups]
+        optimizers.mine = f"{type(optimizer).__name__} with groups of {counts} parameters"
+    check_optimizers_alike(optimizers.by_rank)
     options = bare_model_strategy().config_class() if record is None else record.config.options
     answer = strategy.wrap_optimizer(model, optimizer, options)
     if record is not None:

@@ -22,9 +22,9 @@ from parallel_core import ranks
 from parallel_core.errors import WrapError
 from parallel_core.meta_model import meta_tensors
 from parallel_core.names import bare_names
-from parallel_core.record import Layout, Record, is_wrapped, spec_of
+from parallel_core.record import Layout, Record, spec_of
 from parallel_core.report import WrapReport, planned_report
-from parallel_core.starting import FirstValues, checked_layout
+from parallel_core.starting import FirstValues, check_no_copies, checked_layout
 from parallel_core.strategy import Strategy
 from parallel_core.strategy_config import CORE_FIELDS
 
@@ -137,13 +137,12 @@ def check_wrap(
         StateDictError: the state dict that its first values come from does not fit; likewise.
     """
     with ranks.comparison(WrapError) as shown:
+        check_device(device)
         layout = checked_layout(model)
         problems = strategy.check_model(model, config.options, device)
         if problems:
             raise WrapError(f"strategy {strategy.name!r} can't wrap this model: {'; '.join(problems)}")
-        part = next((name for name, part in model.named_modules() if is_wrapped(part)), None)
-        if part is not None:
-            raise WrapError(f"part {part!r} of the model is wrapped already; wrap the whole bare model, once")
+        check_no_copies(model)
         report = planned_report(model, strategy, config, layout, first_values.told(model))
         bare = bare_names(model)
         buffers = {bare(name): spec_of(name, buffer) for name, buffer in model.named_buffers()}
@@ -157,12 +156,27 @@ def check_wrap(
     return Plan(layout, report, earlier_optimizers(model))
 
 
+def check_device(device: torch.device) -> None:
+    """Refuse a device that this machine has not.
+
+    Raises:
+        WrapError: it has none such.
+    """
+    there = ["cpu"]
+    if torch.accelerator.is_available() and (accelerator := torch.accelerator.current_accelerator()) is not None:
+        there.append(accelerator.type)
+    if device.type not in there:
+        raise WrapError(f"device: expected one that this machine has ({', '.join(there)}), found {str(device)!r}")
+
+
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, record: Record | None) -> None:
     """Refuse an optimizer that would not train the model, wrapped or bare.
 
     Raises:
-        WrapError: it was made before the wrap, or holds parameters that are not the model's.
+        WrapError: it is none, it was made before the wrap, or holds parameters that are not the model's.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise WrapError(f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
     if record is not None and optimizer in record.earlier_optimizers:
         raise WrapError(
             "the optimizer was made before the model was wrapped and may train nothing; make it from the parameters of "
@@ -176,6 +190,16 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, record: 
             f"{strangers} of the {len(held)} parameters of the optimizer are not the model's; make it from the "
             f"parameters of the wrapped model, after wrap_model_for_training"
         )
+
+
+def check_optimizers_alike(by_rank: list[str]) -> None:
+    """Refuse optimizers, told in words, that are not the same on all ranks.
+
+    Raises:
+        WrapError: they are not; the same error on every rank.
+    """
+    told = [{"the optimizer": text} for text in by_rank]
+    _raise_differences(told, _told_differences, "make the same optimizer on every rank")
 
 
 def earlier_optimizers(model: nn.Module) -> weakref.WeakSet[torch.optim.Optimizer]:

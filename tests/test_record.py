@@ -172,7 +172,6 @@ def test_extra_state_has_no_spec_even_where_it_is_a_tensor() -> None:
 def test_a_bare_model_has_no_record() -> None:
     assert find_record(Bare()) is None
     assert find_record(compiled(Bare())) is None
-    assert find_record(nn.Sequential(wrapped_in_place(Bare()))) is None
 
 
 def test_a_wrapped_model_has_its_record_also_inside_compile() -> None:
@@ -195,6 +194,41 @@ def test_every_verb_refuses_the_module_inside_a_wrapped_one(verb: str) -> None:
             "what wrap_model_for_training returned"
         )
     assert find_record(wrapped) is not None, "the mark on the inner module must not be seen through the wrapper"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_refuses_a_part_of_a_wrapped_model_and_what_holds_one(verb: str) -> None:
+    """Their parameters may be shards, and they would be taken for bare models."""
+    for wrapped in (wrapped_around(Bare()), wrapped_in_place(Bare())):
+        with pytest.raises(WrapError, match=r"^this Embedding is a part of a wrapped model; pass the whole, which"):
+            VERBS[verb](inner_module(wrapped).get_submodule("embed"))
+        holder = nn.ModuleDict({"generator": wrapped})
+        with pytest.raises(WrapError, match=r"^part 'generator' of this ModuleDict is wrapped already, and the whole"):
+            VERBS[verb](holder)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    model: Any = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    for call in (
+        lambda: clip_grad_norm(model.parameters(), 1.0),
+        lambda: model_state_dict(None),  # type: ignore[arg-type]  # slips of the user's
+        lambda: optimizer_state_dict(optimizer, model),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(WrapError, match=r"^expected a model, a torch.nn.Module, found (generator|NoneType|SGD)$"):
+            call()
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(WrapError, match=r"^expected a torch.optim.Optimizer, found StepLR$"):
+        wrap_optimizer(model, scheduler)
+
+
+def test_a_part_of_a_wrapped_model_that_is_gone_is_a_bare_model() -> None:
+    bare = Bare()
+    wrapped = wrapped_around(bare)
+    copied = copy.deepcopy(bare.embed)
+    assert find_record(copied) is None
+    del wrapped
+    assert find_record(bare.embed) is None
 
 
 def test_a_model_that_was_compiled_before_the_wrap_is_marked_all_the_same() -> None:

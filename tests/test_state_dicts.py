@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,12 +15,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from parallel_core import (
+    DistributedConfig,
     IncompatibleKeys,
     StateDictError,
     StateDictType,
     StrategyError,
+    WrapError,
     load_model_state_dict,
     model_state_dict,
+    optimizer_state_dict,
+    wrap_model_for_training,
 )
 from parallel_core import ranks as core
 from parallel_core.state_dicts import describe, named, parse_state_dict_type
@@ -560,4 +565,94 @@ def test_a_hook_that_returns_other_names_is_an_error_that_names_the_strategy(mon
     assert str(caught.value) == (
         "strategy 'bare' (parallel-core ): hook model_state_dict returned other names than the bare model's: "
         "missing: '0.bias'; unexpected: 'ghost'; this is a bug in parallel-core"
+    )
+
+
+def test_a_model_that_was_changed_after_the_wrap_is_told_of(ranks: Ranks) -> None:
+    def work() -> list[str]:
+        found = []
+        for change in ("buffer", "parameter"):
+            net = Net()
+            net.register_buffer("mean", None)
+            model = wrap_model_for_training(net, DistributedConfig(parallel_strategy="ddp"))
+            assert model is not None
+            if change == "buffer":
+                net.mean = torch.zeros(2)
+            else:
+                net.late = nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters())
+            found += [
+                failure(partial(model_state_dict, model)),
+                failure(partial(load_model_state_dict, model, {})),
+                failure(partial(optimizer_state_dict, model, optimizer)),
+            ]
+        return found
+
+    for found in ranks(work):
+        told = [message.partition("wrapped: ")[2].partition(";")[0] for message in found]
+        assert told == ["the buffer 'mean' was added"] * 3 + ["it had 4 parameters and has 6"] * 3, found
+
+
+def test_a_state_dict_of_copies_is_refused_where_something_would_be_loaded(ranks: Ranks) -> None:
+    """Loading into the copies that a hook has made would report success and change nothing."""
+
+    class Halved(Net):
+        def __init__(self) -> None:
+            super().__init__()
+
+            def halve(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: Any) -> None:
+                state["gate"] = state["gate"].half()
+
+            self.register_state_dict_post_hook(halve)  # type: ignore[no-untyped-call]  # torch's own is not annotated
+
+    text = "copies in the state dict, which can not be filled: 'gate'; let the hook that replaces them leave"
+    bare = Halved()
+    assert text in failure(lambda: load_model_state_dict(bare, bare.state_dict()))
+
+    def work() -> str:
+        with pytest.raises(WrapError) as caught:
+            wrap_model_for_training(Halved(), DistributedConfig(parallel_strategy="ddp"))
+        return str(caught.value)
+
+    assert all(text in found for found in ranks(work))
+
+
+def test_nothing_is_loaded_into_a_bare_model_without_memory() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    assert failure(lambda: load_model_state_dict(model, nn.Linear(2, 2).state_dict())).startswith(
+        "on the meta device: 'weight', 'bias'; give the model memory first"
+    )
+
+
+def test_a_sparse_tensor_is_refused_on_every_rank(ranks: Ranks) -> None:
+    def work() -> str:
+        model = nn.Linear(2, 2)
+        state = model_state_dict(model)
+        if state:
+            state["weight"] = state["weight"].to_sparse()
+        return failure(lambda: load_model_state_dict(model, state, cast=True))
+
+    assert all("'weight': found a sparse tensor; make it dense" in found for found in ranks(work))
+
+
+def test_ranks_that_read_in_different_ways_are_refused(ranks: Ranks) -> None:
+    def work() -> list[str]:
+        model = Net()
+        kinds: Any = (torch.optim.SGD, torch.optim.AdamW)
+        optimizer = kinds[core.rank()](model.parameters())
+        return [
+            failure(lambda: model_state_dict(model, ("full", "sharded")[core.rank()])),
+            failure(lambda: optimizer_state_dict(model, optimizer)),
+        ]
+
+    assert (
+        ranks(work)
+        == [
+            [
+                "every rank must read the same: rank 0 reads 'full', rank 1 reads 'sharded'",
+                "every rank must read the same: rank 0 reads ('full', 'SGD', [4]), rank 1 reads ('full', 'AdamW', [4])",
+            ]
+        ]
+        * 2
     )

@@ -437,7 +437,10 @@ def test_a_model_with_a_wrapped_part_is_refused(on_ranks: OnRanks, *, in_place: 
 
     assert refused(on_ranks, work) == (
         "WrapError",
-        "part '0' of the model is wrapped already; wrap the whole bare model, once",
+        (
+            "part '0' of this Sequential is wrapped already, and the whole is not; wrap the whole bare model, once, or "
+            "pass each wrapped part alone"
+        ),
     )
 
 
@@ -484,6 +487,22 @@ def test_an_optimizer_that_was_made_after_the_wrap_is_handed_to_the_strategy(on_
         return same and wrap_optimizer(compiled, optimizer) is optimizer, optimizer.seen.in_place, other is not None
 
     assert on_ranks(work) == [(True, True, True)] * 2
+
+
+def test_optimizers_that_differ_between_ranks_are_refused(on_ranks: OnRanks) -> None:
+    def work() -> None:
+        model = wrap_model_for_training(model_of(), config_of())
+        assert model is not None
+        parameters = list(model.parameters())
+        wrap_optimizer(model, torch.optim.SGD(parameters[core.rank() :]))
+
+    assert refused(on_ranks, work) == (
+        "WrapError",
+        (
+            "the ranks do not agree: the optimizer is SGD with groups of [4] parameters on rank 0, SGD with groups of "
+            "[3] parameters on rank 1; make the same optimizer on every rank"
+        ),
+    )
 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:

@@ -217,8 +217,9 @@ def test_cpu_offload_without_an_accelerator_is_refused(ranks: Ranks) -> None:
 
 def test_a_wrapped_module_inside_an_integer_parameter_and_mixed_dtypes_are_named(ranks: Ranks) -> None:
     def work() -> list[str]:
-        inner = wrapped(CASES["blocks"].build(), fsdp_auto_wrap_min_params=50)
-        nested = nn.Sequential(inner, nn.Linear(6, 6))
+        nested = nn.Sequential(
+            FullyShardedDataParallel(nn.Linear(6, 6), device_id=torch.device("cpu")), nn.Linear(6, 6)
+        )
         integers = nn.Linear(6, 6)
         integers.register_parameter("steps", nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False))
         messages = []
