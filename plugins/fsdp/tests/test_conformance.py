@@ -13,6 +13,6 @@ pytestmark = pytest.mark.no_cover
 class TestFSDP(StrategyConformance):
     strategy = "fsdp"
     world_sizes = (2, 3)
-    options = {"mixed_precision": "fp32", "auto_wrap_min_params": 50}
+    options = {"mixed_precision": "fp32", "auto_wrap_min_params": 100}
     lacks = {Capability.UNUSED_PARAMETERS: "the parameters of a unit share one gradient, zero where nothing flows"}
     refuses = {"scalar_parameter": "'temperature' has no dimensions", "mixed_dtypes": "float32 .* and bfloat16"}
