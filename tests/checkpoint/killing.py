@@ -30,7 +30,7 @@ PATIENCE = 20.0  # seconds that the rank which is left may need to notice
 
 def model_at(step: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and an optimizer all of whose numbers are the step's."""
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    model = nn.Sequential(*(nn.Linear(160, 160) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         nn.init.constant_(parameter, step)

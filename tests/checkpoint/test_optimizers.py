@@ -71,7 +71,7 @@ def saved_and_loaded(strategy: str, folder: Path) -> list[str]:
     for name, make in OPTIMIZERS.items():
         if name in NOT_UNDER.get(strategy, ()):
             continue
-        looked, untouched = (Run("blocks", CONFIGS[strategy], seed=2, make_optimizer=make) for _ in range(2))
+        looked, untouched = (Run("own_names", CONFIGS[strategy], seed=2, make_optimizer=make) for _ in range(2))
         parallel_core.save_checkpoint(folder / "before", looked.model, looked.optimizer)
         train(looked, range(2))
         for kind in KINDS:
@@ -80,7 +80,7 @@ def saved_and_loaded(strategy: str, folder: Path) -> list[str]:
         if (losses := train(looked, range(2, 4))) != expected:
             found.append(f"{name}: a save changed the losses {expected} to {losses}")
         for kind in KINDS:
-            run = Run("blocks", CONFIGS[strategy], seed=3, make_optimizer=make)
+            run = Run("own_names", CONFIGS[strategy], seed=3, make_optimizer=make)
             parallel_core.load_checkpoint(folder / kind, run.model, run.optimizer)
             if (losses := train(run, range(2, 4))) != expected:
                 found.append(f"{name}, {kind}: losses {losses}, without the stop {expected}")
