@@ -27,10 +27,7 @@ RECORD = "_parallel_core_record"
 INNER = "_parallel_core_inner"
 PART = "_parallel_core_part"
 
-MEND_COPIES = "let the hook that replaces them leave the model's own tensors in the state dict, and change a copy of it"
-
 __all__ = [
-    "MEND_COPIES",
     "Layout",
     "Record",
     "TensorSpec",
@@ -38,7 +35,6 @@ __all__ = [
     "bare_shapes",
     "bare_state",
     "check_unchanged",
-    "copied_entries",
     "find_record",
     "inner_module",
     "parameter_names",
@@ -203,26 +199,6 @@ def bare_state(model: nn.Module) -> dict[str, Any]:
     """Return a bare model's state dict, sharing memory, under names without the wrappers of `torch.compile`."""
     bare = bare_names(model)
     return {bare(key): value for key, value in model.state_dict(keep_vars=True).items()}
-
-
-def copied_entries(model: nn.Module) -> list[str]:
-    """Return the names in a bare model's state dict whose tensors are no memory of the model: loading can't fill them.
-
-    A hook of a module's has put copies there, in another dtype, say.
-    """
-    tensors = [*model.parameters(), *model.buffers()]
-    own = {*map(id, tensors), *map(_storage, tensors)}
-    return [
-        name
-        for name, value in bare_state(model).items()
-        if spec_of(name, value) is not None and id(value) not in own and _storage(value) not in own
-    ]
-
-
-def _storage(tensor: torch.Tensor) -> tuple[str, int]:
-    """Return what a tensor has in common with its views; of one without memory of its own kind, what nothing has."""
-    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return ("storage", tensor.untyped_storage()._cdata) if plain else ("tensor", id(tensor))
 
 
 def check_unchanged(model: nn.Module, layout: Layout) -> None:

@@ -14,11 +14,11 @@ from torch import nn
 from parallel_core import ranks
 from parallel_core.answering import settled
 from parallel_core.errors import StateDictError, StrategyError
+from parallel_core.filling import check_can_be_filled
 from parallel_core.hookspecs import StateDictType
-from parallel_core.meta_model import meta_tensors
 from parallel_core.optimizer_state import named_groups, required_groups
 from parallel_core.optimizer_state_dicts import check_optimizer_state_dict
-from parallel_core.record import MEND_COPIES, Layout, bare_parameters, check_unchanged, copied_entries
+from parallel_core.record import Layout, bare_parameters, check_unchanged
 from parallel_core.state_dicts import (
     IncompatibleKeys,
     check_model_state_dict,
@@ -94,7 +94,8 @@ def load_model_state_dict(
             ranks may pass `{}` or None; with `sharded`, every rank passes its own.
         state_dict_type: `full` or `sharded`.
         strict: whether missing and unexpected keys are an error.
-        cast: whether a tensor of another dtype is converted to the model's; otherwise it is an error.
+        cast: whether a tensor of another dtype is converted to the model's, floating point to floating point and
+            complex to complex; otherwise it is an error.
 
     Returns:
         The missing and the unexpected keys, the same on every rank; both empty with `strict`.
@@ -108,25 +109,10 @@ def load_model_state_dict(
         layout = Layout.of(model) if record is None else record.layout
         check_unchanged(model, layout)
         if record is None:
-            _check_can_be_filled(model)
+            check_can_be_filled(model)
     incompatible = check_model_state_dict(layout, state_dict, kind, strict=strict, cast=cast)
     strategy.load_model_state_dict(model, entries_to_load(layout, state_dict, kind, incompatible.missing_keys), kind)
     return incompatible
-
-
-def _check_can_be_filled(model: nn.Module) -> None:
-    """Refuse a bare model into which nothing can be loaded; for a wrapped one, the wrap has seen to it.
-
-    Raises:
-        StateDictError: its tensors have no memory, or its state dict has copies of them.
-    """
-    if on_meta := meta_tensors(model):
-        raise StateDictError(
-            f"{named('on the meta device', on_meta)}; give the model memory first (model.to_empty(device=...)), or "
-            f"wrap it, with state_dict=..."
-        )
-    if copies := copied_entries(model):
-        raise StateDictError(f"{named('copies in the state dict, which can not be filled', copies)}; {MEND_COPIES}")
 
 
 def optimizer_state_dict(

@@ -12,10 +12,11 @@ from torch.nn.parameter import is_lazy
 
 from parallel_core import ranks
 from parallel_core.errors import WrapError
+from parallel_core.filling import check_no_copies
 from parallel_core.hookspecs import StateDictType
 from parallel_core.meta import MetaStart
 from parallel_core.meta_model import check_start, meta_tensors
-from parallel_core.record import MEND_COPIES, Layout, copied_entries, find_record
+from parallel_core.record import Layout, find_record
 from parallel_core.state_dicts import check_model_state_dict, entries_to_load, named
 from parallel_core.strategy import Strategy, bare_model_strategy
 from parallel_core.strategy_config import StrategyConfig
@@ -87,16 +88,6 @@ def checked_layout(model: nn.Module) -> Layout:
     if lazy:
         raise WrapError(f"{named('not initialized yet', lazy)}; run the bare model once, so that they get their shapes")
     return Layout.of(model)
-
-
-def check_no_copies(model: nn.Module) -> None:
-    """Refuse a bare model whose state dict has copies of its tensors.
-
-    Raises:
-        WrapError: it has.
-    """
-    if copies := copied_entries(model):
-        raise WrapError(f"{named('copies in the state dict, which can not be filled', copies)}; {MEND_COPIES}")
 
 
 def start_bare(model: nn.Module, device: torch.device, first_values: FirstValues) -> nn.Module | None:

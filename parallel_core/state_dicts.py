@@ -138,12 +138,18 @@ def judge(layout: Layout, state_dict: Any, state_dict_type: StateDictType, *, ca
             problems.append(f"{name!r}: found a tensor on the meta device, which has no values")
         elif tuple(value.shape) != spec.shape:
             problems.append(f"{name!r}: wrong shape: the model has {spec}, the state dict {found}")
-        elif value.dtype != spec.dtype and not cast:
-            problems.append(f"{name!r}: wrong dtype: the model has {spec}, the state dict {found}; cast=True converts")
+        elif value.dtype != spec.dtype and not (cast and converts(value.dtype, spec.dtype)):
+            hint = "; cast=True converts" if converts(value.dtype, spec.dtype) else ""
+            problems.append(f"{name!r}: wrong dtype: the model has {spec}, the state dict {found}{hint}")
     if not problems:
         problems = list(_tied_apart(layout, state_dict))
     present = [(name, is_dtensor(state_dict[name])) for name in layout.entries if name in state_dict]
     return Verdict(missing, unexpected, problems, entries_number(present, state_dict_type))
+
+
+def converts(given: torch.dtype, wanted: torch.dtype) -> bool:
+    """Tell whether numbers of one dtype mean the same in another, rounded: integers and bools may not."""
+    return (given.is_floating_point and wanted.is_floating_point) or (given.is_complex and wanted.is_complex)
 
 
 def describe(value: object) -> str:

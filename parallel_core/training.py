@@ -22,6 +22,7 @@ from parallel_core.starting import FirstValues, start_bare
 from parallel_core.strategy import bare_model_strategy, bound_strategy
 from parallel_core.wrapping import (
     check_alike,
+    check_not_forgotten,
     check_optimizer,
     check_optimizers_alike,
     check_wrap,
@@ -59,7 +60,8 @@ def wrap_model_for_training(
     Raises:
         StrategyError: the strategy is not installed, or broken.
         WrapError: the strategy can't honour the config for this model on this device, or nothing gives values to some
-            tensor on the meta device; the same error on every rank, and the model is as it was.
+            tensor on the meta device; the same error on every rank, and the model is as it was. Also where a launcher
+            started several ranks, and they have not joined a process group.
         StateDictError: `state_dict` does not fit; the same error on every rank, and the model is as it was.
     """
     with ranks.comparison(WrapError) as ranks_told:
@@ -72,6 +74,7 @@ def wrap_model_for_training(
     check_alike(ranks_told.by_rank)
     first_values = FirstValues(ranks_told.by_rank[0].has_state, state_dict)
     if not applies:
+        check_not_forgotten()
         log_declined(strategy, config, device)
         return start_bare(model, device, first_values)
     plan = check_wrap(model, strategy, config, device, first_values)

@@ -20,11 +20,12 @@ from torch import nn
 
 from parallel_core import ranks
 from parallel_core.errors import WrapError
+from parallel_core.filling import check_no_copies
 from parallel_core.meta_model import meta_tensors
 from parallel_core.names import bare_names
 from parallel_core.record import Layout, Record, spec_of
 from parallel_core.report import WrapReport, planned_report
-from parallel_core.starting import FirstValues, check_no_copies, checked_layout
+from parallel_core.starting import FirstValues, checked_layout
 from parallel_core.strategy import Strategy
 from parallel_core.strategy_config import CORE_FIELDS
 
@@ -57,6 +58,20 @@ def local_device(config: DistributedConfig) -> torch.device:
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None  # is_available() said so
     return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def check_not_forgotten() -> None:
+    """Refuse to leave a model bare on one of several ranks that have not joined: each would train a model of its own.
+
+    Raises:
+        WrapError: a launcher's WORLD_SIZE says that there are others, and there is no process group.
+    """
+    started = os.environ.get("WORLD_SIZE", "1")
+    if ranks.world_size() == 1 and "RANK" in os.environ and started.isdecimal() and int(started) > 1:
+        raise WrapError(
+            f"{started} ranks were started (WORLD_SIZE), and this one has joined no process group: each would train a "
+            f"model of its own; wrap and train inside `with process_group(config):`"
+        )
 
 
 def log_declined(strategy: Strategy, config: DistributedConfig, device: torch.device) -> None:

@@ -184,6 +184,16 @@ def test_in_a_world_of_one_a_strategy_may_apply_as_well(
     assert find_record(model) is not None
 
 
+def test_a_rank_that_has_joined_no_process_group_is_refused(ranks: Ranks) -> None:
+    def work() -> str:
+        with pytest.raises(WrapError) as caught:
+            wrap_model_for_training(model_of(), parallel_core.DistributedConfig())
+        return str(caught.value)
+
+    text = "2 ranks were started (WORLD_SIZE), and this one has joined no process group"
+    assert all(found.startswith(text) for found in ranks(work, process_group=False))
+
+
 def test_where_the_strategy_declines_on_every_rank_the_answer_is_none(on_ranks: OnRanks) -> None:
     assert on_ranks(lambda: wrap_model_for_training(model_of(), config_of(), device="meta")) == [None, None]
 
