@@ -6,17 +6,15 @@ leaves beside it is told by its name, and by nobody holding a lock on it any mor
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import os
 import re
 import secrets
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from parallel_core.checkpoint.file_system import exchange, lock, sync
 from parallel_core.checkpoint.manifest import MANIFEST, Manifest, has_manifest, read_manifest
 from parallel_core.errors import CheckpointError
 
@@ -28,9 +26,6 @@ _WRITTEN = re.compile(
     r"(model|optimizer|objects)(-rank-\d+-of-\d+|-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
     r"|random-states\.json"
 )
-
-_EXCHANGE = 2  # RENAME_EXCHANGE of Linux's renameat2
-_AT_FDCWD = -100
 
 
 def path_of(path: str | os.PathLike[str], what: str) -> Path:
@@ -120,12 +115,12 @@ def folder_to_build(place: Path) -> Iterator[Path]:
     clean(place.parent)
     folder = beside(place, SAVING)
     folder.mkdir()
-    while (lock := _lock(folder)) is None:  # somebody cleaned it away before it was locked
+    while (held := lock(folder)) is None:  # somebody cleaned it away before it was locked
         folder.mkdir(exist_ok=True)
     try:
         yield folder
     finally:
-        os.close(lock)
+        os.close(held)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -138,7 +133,7 @@ def publish(folder: Path, place: Path) -> None:
     sync(folder)
     if not place.exists():
         folder.rename(place)
-    elif not _exchange(folder, place):
+    elif not exchange(folder, place):
         # Between these two a reader finds the one before under its other name: see `standing`.
         place.rename(old := beside(place, REPLACED))
         try:
@@ -164,25 +159,15 @@ def standing(place: Path) -> Path:
 def clean(parent: Path) -> None:
     """Remove what killed processes have left in a folder, and put back what they had moved away."""
     for leftover, _ in moved(parent, SAVING):
-        if (lock := _lock(leftover, wait=False)) is not None:
+        if (held := lock(leftover, wait=False)) is not None:
             shutil.rmtree(leftover, ignore_errors=True)
-            os.close(lock)
+            os.close(held)
     for old, place in moved(parent, REPLACED):
         if place.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:
             with suppress(OSError):
                 old.rename(place)
-
-
-def sync(path: Path) -> None:
-    """Make sure that a folder's entries are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some file systems have no such thing for a folder
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def beside(place: Path, kind: str) -> Path:
@@ -200,36 +185,3 @@ def moved(parent: Path, kind: str) -> list[tuple[Path, Path]]:
         if kind == SAVING or has_manifest(path):
             found.append((path, path.with_name(name["name"])))
     return found
-
-
-def _lock(folder: Path, *, wait: bool = True) -> int | None:
-    """Lock a folder and return what must be closed to unlock it.
-
-    The kernel lets go of a lock when its process ends, however that happens. None is returned where the folder has gone
-    meanwhile; without waiting, also where another process has it, or where the file system knows no locks, so that
-    nobody can tell.
-    """
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        if wait:
-            return descriptor
-        os.close(descriptor)
-        return None
-    with suppress(FileNotFoundError):
-        if folder.stat().st_ino == os.fstat(descriptor).st_ino:
-            return descriptor
-    os.close(descriptor)
-    return None
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders change places in one step; return False where the system can't."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
-    if rename is None:
-        return False
-    return bool(rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0)

@@ -115,7 +115,7 @@ def test_names_that_are_nearly_those_of_leftovers_are_the_user_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(folder, "exchange", lambda one, other: False)
     mine = [
         ".notes.saving-mine", ".notes.saving-0123abcd.d", ".foo.replaced-old", ".bar.replaced-old",
         ".foo.replaced-0123abcd", "..replaced-0123abcd", "...replaced-0123abcd", "..saving-0123abcd", "foo",
@@ -134,7 +134,7 @@ def test_names_that_are_nearly_those_of_leftovers_are_the_user_s(
 
 
 def test_the_longest_name_can_be_saved_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(folder, "exchange", lambda one, other: False)
     name = "ü" * 118
     for _ in range(2):
         save(tmp_path / name)

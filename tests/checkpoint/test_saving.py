@@ -301,7 +301,7 @@ def test_leftovers_are_cleaned_by_the_next_save_and_never_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(folder, "exchange", lambda one, other: False)
     first = saved_run(tmp_path / "step-1")
     # What a process leaves that is killed while it builds one, and between the two renames of a replacement.
     (tmp_path / ".step-2.saving-0123abcd").mkdir()
