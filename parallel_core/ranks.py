@@ -58,7 +58,7 @@ def world_size() -> int:
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return every rank's value, by rank. The values are pickled: small ones only, never tensors."""
-    if world_size() == 1:
+    if _size(group) == 1:
         return [value]
     # One collective where torch's all_gather_object takes two: nearly all values are short, and most a plain None.
     data = pickle.dumps(value)
@@ -74,7 +74,7 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Return rank 0's value on every rank; what the other ranks pass is ignored. Pickled, as in `all_gather`."""
-    if world_size() == 1:
+    if _size(group) == 1:
         return value
     values = [value]
     with in_contact():
@@ -265,7 +265,7 @@ def _raise_together(verdicts: list[Verdict], error: Exception | None) -> None:
         if isinstance(error, error_class):
             raise error
         raise error_class(next(iter(ranks_by_message))) from error
-    lines = [f"{_rank_list(indices)}: {message}" for message, indices in ranks_by_message.items()]
+    lines = [f"{_rank_list(indices, len(verdicts))}: {message}" for message, indices in ranks_by_message.items()]
     raise error_class("\n".join(lines)) from error
 
 
@@ -314,7 +314,7 @@ def _all_gather_bytes(data: bytes, size: int, group: dist.ProcessGroup | None) -
     """Return the first `size` bytes of every rank's data, filled up with zeros."""
     device = _reachable_device(torch.device("cpu"), group)
     mine = torch.frombuffer(bytearray(data[:size].ljust(size, b"\0")), dtype=torch.uint8).to(device)
-    found = torch.empty(world_size(), size, dtype=torch.uint8, device=device)
+    found = torch.empty(_size(group), size, dtype=torch.uint8, device=device)
     with in_contact():
         dist.all_gather(list(found), mine, group=group)
     gathered = found.cpu()
@@ -334,5 +334,10 @@ def _reachable_device(device: torch.device, group: dist.ProcessGroup | None = No
     )
 
 
-def _rank_list(indices: list[int]) -> str:
-    return f"{'rank' if len(indices) == 1 else 'ranks'} {', '.join(map(str, indices))} of {world_size()}"
+def _size(group: dist.ProcessGroup | None) -> int:
+    # By the group itself: where the default one has been ended meanwhile, a rank must not take itself for alone.
+    return world_size() if group is None else group.size()
+
+
+def _rank_list(indices: list[int], count: int) -> str:
+    return f"{'rank' if len(indices) == 1 else 'ranks'} {', '.join(map(str, indices))} of {count}"

@@ -6,8 +6,10 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from parallel_core import ranks
@@ -28,16 +30,18 @@ class CheckpointSave:
         self.path = path
         self._error: Exception | None = None
         self._seen = False
-        self._thread: threading.Thread | None = None
-        if write is not None:
-            # No daemon: the process does not end before it does.
-            self._thread = threading.Thread(target=self._run, args=(write,), name=f"saving {path.name}")
-            self._thread.start()
+        self._ended = threading.Event()
+        if write is None:
+            self._ended.set()
+        else:
+            # No daemon: the process does not end before it does. And never joined: a join that Ctrl-C interrupts leaves
+            # a thread that counts as ended (Python 3.11), here and at the end of the process.
+            threading.Thread(target=self._run, args=(write, _world()), name=f"saving {path.name}").start()
 
     @property
     def done(self) -> bool:
         """Whether it has come to its end, well or not."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._ended.is_set()
 
     def wait(self) -> Path:
         """Wait for the end of the save, and return the checkpoint's folder; not a collective.
@@ -46,8 +50,7 @@ class CheckpointSave:
             CheckpointError: it failed; the same error on every rank. A failure that nobody waits for is logged, and
                 raised by the next `save_checkpoint` or `load_checkpoint`.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self._ended.wait()
         self._seen = True
         if self._error is not None:
             raise CheckpointError(str(self._error)) from self._error
@@ -55,17 +58,24 @@ class CheckpointSave:
 
     def unseen_error(self) -> Exception | None:
         """Wait for the end, and return the error that nobody has been told of."""
-        if self._thread is not None:
-            self._thread.join()
+        self._ended.wait()
         error, self._seen = None if self._seen else self._error, True
         return error
 
-    def _run(self, write: Callable[[], None]) -> None:
+    def _run(self, write: Callable[[], None], world: dist.ProcessGroup | None) -> None:
         try:
             write()
         except Exception as error:
             self._error = error
-            logger.error("the checkpoint %s could not be saved: %s", self.path, error)
+            if world is not None and _world() is not world:  # what torch says then is about its own tables
+                self._error = CheckpointError(
+                    "the process group was ended while a save in the background needed it; wait for the save before, "
+                    "or let the group be ended by parallel_core.process_group, which does"
+                )
+                self._error.__cause__ = error
+            logger.error("the checkpoint %s could not be saved: %s", self.path, self._error)
+        finally:
+            self._ended.set()
 
 
 _running: CheckpointSave | None = None
@@ -109,13 +119,24 @@ def group_apart() -> dist.ProcessGroup | None:
 
     None in a world of one.
     """
-    if ranks.world_size() == 1:
+    world = _world()
+    if world is None or world.size() == 1:
         return None
-    world = dist.group.WORLD
-    assert world is not None  # there are several ranks
     known = _apart.get(world)
     group = None if known is None else known()
     if group is None:
-        group = dist.new_group(backend="gloo")
+        with ranks.in_contact():
+            group = dist.new_group(backend="gloo", timeout=_timeout(world))
         _apart[world] = weakref.ref(group)
     return group
+
+
+def _world() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_available() else None
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """Return how long a process group waits for a rank, None where its backend does not tell."""
+    device = dist.get_backend_config(group).split(":")[0]
+    options = getattr(group._get_backend(torch.device(device)), "options", None)  # torch has no public way
+    return getattr(options, "_timeout", None)

@@ -183,10 +183,16 @@ def objects_part(objects: Mapping[str, Any]) -> Part:
     """Return the states of other objects, by the names that the caller gave them.
 
     Raises:
-        CheckpointError: one has no `state_dict`, or there is something in it that can't be saved without pickle.
+        CheckpointError: they are no dict by names, one has no `state_dict`, or there is something in it that can't be
+            saved without pickle.
     """
+    if not isinstance(objects, Mapping):
+        raise CheckpointError(f"objects: expected a dict of objects by name, found {type(objects).__name__}")
+    if wrong := [name for name in objects if type(name) is not str]:
+        raise CheckpointError(f"objects: expected names that are plain strings, found {wrong[0]!r}")
     part = Part(values={})
     for name, thing in sorted(objects.items()):
+        encode(name, "the name of an object")
         if not callable(getattr(thing, "state_dict", None)):
             raise CheckpointError(f"objects[{name!r}] has no state_dict(): found {type(thing).__name__}")
         where = f"objects[{name!r}].state_dict()"
@@ -203,6 +209,10 @@ def _take(
     """Take in an optimizer's state dict."""
     values: dict[str, dict[str, Any]] = {}
     for name, entries in state.items():
+        if wrong := [key for key in entries if type(key) is not str]:
+            raise CheckpointError(
+                f"the optimizer's state for {name!r} has the key {wrong[0]!r}; expected plain strings"
+            )
         values[name] = {
             key: encode(
                 value,

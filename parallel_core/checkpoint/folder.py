@@ -6,37 +6,59 @@ leaves beside it is told by its name, and by nobody holding a lock on it any mor
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import os
+import re
 import secrets
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from parallel_core.checkpoint.manifest import MANIFEST, read_manifest
+from parallel_core.checkpoint.file_system import exchange, lock, sync
+from parallel_core.checkpoint.manifest import MANIFEST, Manifest, has_manifest, read_manifest
 from parallel_core.errors import CheckpointError
 
-SAVING, REPLACED = ".saving-", ".replaced-"
+SAVING, REPLACED = "saving", "replaced"
+# Exactly this: a user's folder may have a name that is nearly of the kind.
+_BESIDE = re.compile(r"\.(?P<name>[^.].*)\.(?P<kind>saving|replaced)-[0-9a-f]{8}", re.DOTALL)
+LONGEST_NAME = 255 - len("..replaced-01234567")  # bytes; file systems have room for 255
+_WRITTEN = re.compile(
+    r"(model|optimizer|objects)(-rank-\d+-of-\d+|-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+    r"|random-states\.json"
+)
 
-_EXCHANGE = 2  # RENAME_EXCHANGE of Linux's renameat2
-_AT_FDCWD = -100
+
+def path_of(path: str | os.PathLike[str], what: str) -> Path:
+    """Return what a caller has named as an absolute path.
+
+    Args:
+        path: what was passed.
+        what: the argument's name.
+
+    Raises:
+        CheckpointError: it is no name that a folder can have.
+    """
+    with suppress(TypeError, ValueError):  # of another kind than text, or text that no file system can have
+        if os.fspath(path) and b"\0" not in os.fsencode(path):
+            return Path(path).absolute()
+    raise CheckpointError(f"{what}: expected the name of a folder, found {path!r}")
 
 
 def checkpoint_path(path: str | os.PathLike[str]) -> Path:
     """Return the place of a checkpoint as an absolute path.
 
     Raises:
-        CheckpointError: it is no name that a folder can have.
+        CheckpointError: it is no name that a checkpoint's folder can have.
     """
-    if not str(path):
-        raise CheckpointError("path: expected the name of a folder, found ''")
-    place = Path(path).absolute()
+    place = path_of(path, "path")
     if place.name in ("", "..") or place.name.startswith("."):
         raise CheckpointError(
             f"path: {str(path)!r} can't be a checkpoint's folder; choose a name without a leading dot"
+        )
+    if (length := len(os.fsencode(place.name))) > LONGEST_NAME:
+        raise CheckpointError(
+            f"path: the name {place.name!r} has {length} bytes, and at most {LONGEST_NAME} are possible: while a "
+            f"checkpoint is built it has a longer one; choose a shorter name"
         )
     return place
 
@@ -45,17 +67,39 @@ def check_place(place: Path) -> None:
     """Make sure that a checkpoint may be saved at a place.
 
     Raises:
-        CheckpointError: something stands there that is no checkpoint.
+        CheckpointError: something stands there that is no checkpoint, or a checkpoint with something else in it.
     """
     above = next(parent for parent in place.parents if parent.exists())
     if not above.is_dir():
         raise CheckpointError(f"{place}: {above} is no folder; choose another name")
     if place.is_symlink() or (place.exists() and not place.is_dir()):
         raise CheckpointError(f"{place} is there and is no folder; choose another name")
-    if place.is_dir() and not (place / MANIFEST).is_file() and any(place.iterdir()):
+    if not place.is_dir() or not any(place.iterdir()):
+        return
+    if not has_manifest(place):
+        why = f"its {MANIFEST} is that of another program" if (place / MANIFEST).exists() else f"it lacks {MANIFEST}"
+        raise CheckpointError(f"{place} is there and is no checkpoint: {why}; move it away, or choose another name")
+    if found := strangers(place):
+        listed = ", ".join(map(repr, found[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
         raise CheckpointError(
-            f"{place} is there and is no checkpoint: it lacks {MANIFEST}; move it away, or choose another name"
+            f"{place} is a checkpoint with something else in it: {listed}; move that away, or choose another name"
         )
+
+
+def strangers(folder: Path, manifest: Manifest | None = None) -> list[str]:
+    """Return the names of what lies in a checkpoint's folder and was not saved there.
+
+    Args:
+        folder: where it lies.
+        manifest: its manifest, if it has been read.
+    """
+    with suppress(CheckpointError):
+        manifest = manifest or read_manifest(folder)
+    names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
+    if manifest is None:  # damaged: what a save may have written is told by its name
+        return [name for name in names if not _WRITTEN.fullmatch(name)]
+    files = {file.name for file in manifest.files}
+    return [name for name in names if name not in files]
 
 
 @contextmanager
@@ -69,14 +113,14 @@ def folder_to_build(place: Path) -> Iterator[Path]:
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     clean(place.parent)
-    folder = _beside(place, SAVING)
+    folder = beside(place, SAVING)
     folder.mkdir()
-    while (lock := _lock(folder)) is None:  # somebody cleaned it away before it was locked
+    while (held := lock(folder)) is None:  # somebody cleaned it away before it was locked
         folder.mkdir(exist_ok=True)
     try:
         yield folder
     finally:
-        os.close(lock)
+        os.close(held)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -89,36 +133,36 @@ def publish(folder: Path, place: Path) -> None:
     sync(folder)
     if not place.exists():
         folder.rename(place)
-    elif not _exchange(folder, place):
+    elif not exchange(folder, place):
         # Between these two a reader finds the one before under its other name: see `standing`.
-        place.rename(old := _beside(place, REPLACED))
+        place.rename(old := beside(place, REPLACED))
         try:
             folder.rename(place)
         except OSError:
             old.rename(place)
             raise
     sync(place.parent)
-    for old in _others(place, REPLACED):
-        shutil.rmtree(old, ignore_errors=True)
+    for old, of in moved(place.parent, REPLACED):
+        if of == place:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def standing(place: Path) -> Path:
     """Return where the checkpoint of a place lies: there, or beside it if a replacement was cut off half way."""
     if not place.exists():
-        for old in _others(place, REPLACED):
-            if (old / MANIFEST).is_file():
+        for old, of in moved(place.parent, REPLACED):
+            if of == place:
                 return old
     return place
 
 
 def clean(parent: Path) -> None:
     """Remove what killed processes have left in a folder, and put back what they had moved away."""
-    for leftover in parent.glob(f".*{SAVING}*"):
-        if (lock := _lock(leftover, wait=False)) is not None:
+    for leftover, _ in moved(parent, SAVING):
+        if (held := lock(leftover, wait=False)) is not None:
             shutil.rmtree(leftover, ignore_errors=True)
-            os.close(lock)
-    for old in parent.glob(f".*{REPLACED}*"):
-        place = _place_of(old)
+            os.close(held)
+    for old, place in moved(parent, REPLACED):
         if place.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:
@@ -126,78 +170,18 @@ def clean(parent: Path) -> None:
                 old.rename(place)
 
 
-def complete_checkpoints(parent: Path) -> list[Path]:
-    """Return the places of the complete checkpoints in a folder, the oldest first; none where it is not there."""
-    places = {manifest.parent for manifest in parent.glob(f"*/{MANIFEST}") if not manifest.parent.name.startswith(".")}
-    places |= {_place_of(old) for old in parent.glob(f".*{REPLACED}*")}
+def beside(place: Path, kind: str) -> Path:
+    """Return a new name for a folder beside a place, which tells what it is there for."""
+    return place.with_name(f".{place.name}.{kind}-{secrets.token_hex(4)}")
+
+
+def moved(parent: Path, kind: str) -> list[tuple[Path, Path]]:
+    """Return the folders in another that have a name of `beside`, each with its place; a replaced one is whole."""
     found = []
-    for place in places:
-        with suppress(CheckpointError):  # a damaged one is not complete
-            found.append((read_manifest(standing(place)).saved_at, place.name, place))
-    return [place for _, _, place in sorted(found)]
-
-
-def prune(place: Path, keep_last: int) -> None:
-    """Remove the oldest checkpoints beside the one at a place, until with it there are `keep_last`."""
-    others = [folder for folder in complete_checkpoints(place.parent) if folder != place]
-    for folder in others[: max(0, len(others) + 1 - keep_last)]:
-        # Renamed first: a folder that is half removed must not pass for a checkpoint.
-        doomed = _beside(folder, SAVING)
-        folder.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """Make sure that a folder's entries are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some file systems have no such thing for a folder
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _beside(place: Path, kind: str) -> Path:
-    return place.with_name(f".{place.name}{kind}{secrets.token_hex(4)}")
-
-
-def _place_of(moved: Path) -> Path:
-    return moved.with_name(moved.name[1:].rpartition(REPLACED)[0])
-
-
-def _others(place: Path, kind: str) -> list[Path]:
-    prefix = f".{place.name}{kind}"
-    return [path for path in place.parent.glob(".*") if path.name.startswith(prefix)]
-
-
-def _lock(folder: Path, *, wait: bool = True) -> int | None:
-    """Lock a folder and return what must be closed to unlock it.
-
-    The kernel lets go of a lock when its process ends, however that happens. None is returned where the folder has gone
-    meanwhile; without waiting, also where another process has it, or where the file system knows no locks, so that
-    nobody can tell.
-    """
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        if wait:
-            return descriptor
-        os.close(descriptor)
-        return None
-    with suppress(FileNotFoundError):
-        if folder.stat().st_ino == os.fstat(descriptor).st_ino:
-            return descriptor
-    os.close(descriptor)
-    return None
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders change places in one step; return False where the system can't."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
-    if rename is None:
-        return False
-    return bool(rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0)
+    for path in parent.glob(f".*.{kind}-*"):
+        name = _BESIDE.fullmatch(path.name)
+        if name is None or name["kind"] != kind or path.is_symlink() or not path.is_dir():
+            continue
+        if kind == SAVING or has_manifest(path):
+            found.append((path, path.with_name(name["name"])))
+    return found

@@ -10,36 +10,32 @@ import torch
 import torch.distributed as dist
 
 from parallel_core import ranks
+from parallel_core.checkpoint.job import Job
 from parallel_core.checkpoint.manifest import SavedFile
-from parallel_core.checkpoint.plan import PlannedTensor
 from parallel_core.checkpoint.safetensors_format import TensorInfo
 from parallel_core.checkpoint.tensor_bytes import dtype_named, in_a_row, in_dtype, memory
 from parallel_core.checkpoint.writing import TensorFile, empty_bytes, steps
 from parallel_core.errors import CheckpointError
-from parallel_core.local_shards import LocalShard, Overlap, Region, overlaps
+from parallel_core.local_shards import Overlap, Region, overlaps
 
 AGREE_EVERY = 256 * 2**20  # bytes, after which a rank that has failed tells the others
 
 
 def write_whole(
+    job: Job,
+    part: str,
     folder: Path,
     files: Mapping[str, Mapping[str, TensorInfo]],
-    tensors: Mapping[str, PlannedTensor],
-    shards: Mapping[str, LocalShard],
-    group: dist.ProcessGroup | None,
     *,
-    checksum: bool,
     metadata: Mapping[str, str],
 ) -> list[SavedFile]:
-    """Write tensors whole into files on rank 0, from what all ranks hold of them; a collective.
+    """Write the tensors of one part whole into files on rank 0, from what all ranks hold of them; a collective.
 
     Args:
+        job: the save; its group has a backend for the CPU.
+        part: the name of the part.
         folder: where to.
         files: which tensors go into which file.
-        tensors: who has which part of them.
-        shards: this rank's.
-        group: the process group of all ranks, with a backend for the CPU; None for a world of one.
-        checksum: whether the files' hashes are taken.
         metadata: what is noted in each file besides.
 
     Returns:
@@ -49,16 +45,18 @@ def write_whole(
         CheckpointError: it failed on a rank; the same error on every rank.
     """
     # A rank that fails goes on taking part until the ranks next agree: the others wait for what it sends or takes.
-    exchange = _Exchange(tensors, shards, group)
+    exchange = _Exchange(job, part)
     written: list[SavedFile] = []
     problem: Exception | None = None
     since = 0
     for name, infos in files.items():
         with ExitStack() as stack:
             file: TensorFile | None = None
-            if ranks.rank() == 0 and problem is None:
+            if job.rank == 0 and problem is None:
                 try:
-                    file = stack.enter_context(TensorFile(folder / name, infos, checksum=checksum, metadata=metadata))
+                    file = stack.enter_context(
+                        TensorFile(folder / name, infos, checksum=job.options.checksum, metadata=metadata)
+                    )
                 except Exception as error:
                     problem = error
             for tensor, region in steps(infos):
@@ -71,26 +69,25 @@ def write_whole(
                         problem = error
                 since += region.numel * dtype_named(infos[tensor].dtype).itemsize
                 if since >= AGREE_EVERY:
-                    ranks.agree(problem, CheckpointError, group)
+                    ranks.agree(problem, CheckpointError, job.group)
                     since = 0
             if file is not None and problem is None:
                 try:
                     written.append(file.finish())
                 except Exception as error:
                     problem = error
-    ranks.agree(problem, CheckpointError, group)
+    ranks.agree(problem, CheckpointError, job.group)
     return written
 
 
 class _Exchange:
     """Brings runs of whole tensors to rank 0."""
 
-    def __init__(
-        self, tensors: Mapping[str, PlannedTensor], shards: Mapping[str, LocalShard], group: dist.ProcessGroup | None
-    ) -> None:
-        self._tensors = tensors
-        self._shards = shards
-        self._group = group
+    def __init__(self, job: Job, part: str) -> None:
+        self._tensors = job.plans[part]
+        self._shards = job.parts[part].shards
+        self._group = job.group
+        self._rank = job.rank
         self._name = ""
         self._elements = torch.empty(0)
 
@@ -98,7 +95,7 @@ class _Exchange:
         """Return the bytes of a run of a tensor on rank 0, and what went wrong with this rank's part of it."""
         tensor = self._tensors[name]
         dtype = dtype_named(tensor.info.dtype)
-        mine = ranks.rank()
+        mine = self._rank
         data = empty_bytes(run.numel * dtype.itemsize if mine == 0 else 0)
         problem: Exception | None = None
         for owner, region in tensor.pieces:

@@ -21,6 +21,7 @@ from parallel_core.checkpoint.plan import Held, PlannedTensor, planned
 from parallel_core.checkpoint.random_states import random_state
 from parallel_core.checkpoint.safetensors_format import METADATA
 from parallel_core.checkpoint.tensor_bytes import info_of
+from parallel_core.checkpoint.tree import encode
 from parallel_core.errors import CheckpointError
 from parallel_core.hookspecs import StateDictType
 from parallel_core.local_shards import LocalShard
@@ -38,6 +39,7 @@ class Job:
         draft: the manifest, without what is known only when the files are there.
         random_states: of every rank, or empty.
         group: the process group to talk through; None for the default one.
+        rank, world_size: of this process when the save began. The default group may be ended while it goes on.
     """
 
     options: Options
@@ -46,6 +48,8 @@ class Job:
     draft: Manifest
     random_states: list[Any]
     group: dist.ProcessGroup | None
+    rank: int
+    world_size: int
 
 
 def agreed_job(
@@ -59,6 +63,7 @@ def agreed_job(
     with ranks.agreement(CheckpointError):
         held = {name: {key: _held(key, shard) for key, shard in part.shards.items()} for name, part in parts.items()}
         told = {"objects": msgspec.json.encode(parts["objects"].values), "extra": msgspec.json.encode(extra)}
+        generators = random_state() if options.random_state else None
     gathered = ranks.all_gather((held, told))
     for rank, (_, values) in enumerate(gathered):
         for what, value in values.items():
@@ -86,11 +91,12 @@ def agreed_job(
         tied=layout.tied,
         optimizer=Section(values=_united(parts["optimizer"].values)) if "optimizer" in parts else None,
         objects=Section(values=parts["objects"].values),
-        extra=ranks.broadcast(extra),
+        extra=msgspec.json.decode(gathered[0][1]["extra"]),
     )
-    random_states = ranks.all_gather(random_state()) if options.random_state else []
+    random_states = ranks.all_gather(generators) if options.random_state else []
     needs_group = background or (options.state_dict_type is StateDictType.FULL and not _serves_cpu())
-    return Job(options, parts, plans, draft, random_states, group_apart() if needs_group else None)
+    group = group_apart() if needs_group else None
+    return Job(options, parts, plans, draft, random_states, group, ranks.rank(), ranks.world_size())
 
 
 def copied_job(job: Job) -> Job:
@@ -111,11 +117,10 @@ def copied_job(job: Job) -> Job:
 
 def written_here(job: Job, name: str) -> dict[str, LocalShard]:
     """Return the shards of one part that this rank writes, or sends to who writes them."""
-    mine = ranks.rank()
     return {
         key: job.parts[name].shards[key]
         for key, tensor in job.plans[name].items()
-        if any(owner == mine for owner, _ in tensor.pieces)
+        if any(owner == job.rank for owner, _ in tensor.pieces)
     }
 
 
@@ -135,6 +140,7 @@ def origin_of(record: Record | None, strategy: str, optimizer: torch.optim.Optim
 def _held(name: str, shard: LocalShard) -> Held:
     if name == METADATA:
         raise CheckpointError(f"{name!r} can't be the name of a saved tensor: it is the format's own; choose another")
+    encode(name, "the name of a tensor")
     try:
         return Held(info_of(shard.tensor).dtype, shard.shape, shard.region, shard.alike)
     except CheckpointError as error:

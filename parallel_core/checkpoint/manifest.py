@@ -176,6 +176,15 @@ def is_intact(text: bytes) -> bool:
     return text[:_BODY] == _HEAD + _digest(body).encode() + _TAIL
 
 
+def has_manifest(folder: Path) -> bool:
+    """Tell whether a folder has a manifest of this format, whole or damaged: other programs have files of that name."""
+    try:
+        with (folder / MANIFEST).open("rb") as file:
+            return file.read(len(_HEAD)) == _HEAD
+    except OSError:
+        return False
+
+
 class _Schema(msgspec.Struct):
     schema: int
 

@@ -11,7 +11,8 @@ import torch
 
 from parallel_core import ranks
 from parallel_core.checkpoint.folder import checkpoint_path
-from parallel_core.checkpoint.tensor_bytes import dtype_name
+from parallel_core.checkpoint.safetensors_format import SIZES
+from parallel_core.checkpoint.tensor_bytes import dtype_name, dtype_named
 from parallel_core.errors import CheckpointError
 from parallel_core.hookspecs import StateDictType
 from parallel_core.state_dicts import parse_state_dict_type
@@ -50,16 +51,15 @@ def checked_options(
         CheckpointError, StateDictError: a value is none that can be asked for.
     """
     kind = parse_state_dict_type(state_dict_type)
-    if dtype is not None and not getattr(dtype, "is_floating_point", False):
-        raise CheckpointError(
-            f"dtype: expected a torch.dtype of floating point such as torch.bfloat16, found {dtype!r}"
-        )
+    saved_dtype = None if dtype is None else dtype_name(dtype)
+    if dtype is not None and not (getattr(dtype, "is_floating_point", False) and saved_dtype in SIZES):
+        possible = ", ".join(name for name in SIZES if dtype_named(name).is_floating_point)
+        raise CheckpointError(f"dtype: expected a torch.dtype of {possible}, found {dtype!r}")
     for name, value in (("max_file_bytes", max_file_bytes), ("keep_last", keep_last)):
         if value is not None and (type(value) is not int or value < 1):
             raise CheckpointError(f"{name}: expected a whole number from 1 on or None, found {value!r}")
     if max_file_bytes is not None and kind is StateDictType.SHARDED:
         raise CheckpointError("max_file_bytes is for state_dict_type='full'; under 'sharded' each rank has one file")
-    saved_dtype = None if dtype is None else dtype_name(dtype)
     return Options(checkpoint_path(path), kind, saved_dtype, max_file_bytes, keep_last, bool(checksum), random_state)
 
 

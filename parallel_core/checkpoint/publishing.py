@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 
 from parallel_core import ranks
-from parallel_core.checkpoint.folder import check_place, folder_to_build, prune, publish
+from parallel_core.checkpoint.folder import check_place, folder_to_build, publish
 from parallel_core.checkpoint.gathering import write_whole
 from parallel_core.checkpoint.job import Job, written_here
+from parallel_core.checkpoint.listing import prune
 from parallel_core.checkpoint.manifest import (
     RANDOM_STATES,
     Manifest,
@@ -33,15 +34,16 @@ def write(job: Job) -> None:
     """Write a checkpoint and put it in its place; a collective over the job's group.
 
     Raises:
-        CheckpointError: it failed on a rank; the same error on every rank.
+        CheckpointError: it failed on a rank; the same error on every rank. Where a rank is lost after the last file was
+            written, the checkpoint may stand in its place, whole.
     """
     place, group = job.options.place, job.group
     with ExitStack() as stack:
         folder: Path | None = None
         with ranks.agreement(CheckpointError, group):
-            if ranks.rank() == 0:
-                check_place(place)
+            if job.rank == 0:
                 with told_of(place):
+                    check_place(place)
                     folder = stack.enter_context(folder_to_build(place))
         folder = Path(ranks.broadcast(str(folder), group))
         files: list[SavedFile] = []
@@ -50,20 +52,19 @@ def write(job: Job) -> None:
             written = _write_full if job.options.state_dict_type is StateDictType.FULL else _write_sharded
             sections[name] = written(job, name, folder, files)
         with ranks.agreement(CheckpointError, group):
-            if ranks.rank() == 0:
+            if job.rank == 0:
                 if job.random_states:
                     text = msgspec.json.encode(job.random_states)
                     files.append(write_file(folder / RANDOM_STATES, text, checksum=job.options.checksum))
                 with told_of(place):
                     write_manifest(folder, _manifest(job, sections, files))
                     publish(folder, place)
-                    if job.options.keep_last is not None:
-                        prune(place, job.options.keep_last)
+                if job.options.keep_last is not None:
+                    prune(place, job.options.keep_last)
 
 
 def _write_sharded(job: Job, name: str, folder: Path, files: list[SavedFile]) -> dict[str, SavedTensor]:
     """Write this rank's file of one part; return the tensors of all ranks, and note their files."""
-    mine, count = ranks.rank(), ranks.world_size()
     tensors = job.plans[name]
     shards = written_here(job, name)
     written: SavedFile | None = None
@@ -73,7 +74,7 @@ def _write_sharded(job: Job, name: str, folder: Path, files: list[SavedFile]) ->
                 raise CheckpointError(
                     f"{folder.parent} is not the same folder as on rank 0; use one that all ranks see"
                 )
-            path = folder / f"{name}-rank-{mine:05}-of-{count:05}.safetensors"
+            path = folder / f"{name}-rank-{job.rank:05}-of-{job.world_size:05}.safetensors"
             dtypes = {key: tensors[key].info.dtype for key in shards}
             written = write_shards(path, shards, dtypes, checksum=job.options.checksum)
     index_of_rank: dict[int, int] = {}
@@ -99,13 +100,12 @@ def _write_full(job: Job, name: str, folder: Path, files: list[SavedFile]) -> di
     parts = divided({key: each.info for key, each in tensors.items()}, name, job.options.max_file_bytes)
     # As `safetensors.torch.load_model` expects it of names that stand for one tensor.
     tied = {again: group[0] for group in job.draft.tied for again in group[1:]} if name == "model" else {}
-    shards = job.parts[name].shards
-    written = write_whole(folder, parts, tensors, shards, job.group, checksum=job.options.checksum, metadata=tied)
+    written = write_whole(job, name, folder, parts, metadata=tied)
     index_of_file = {file: len(files) + number for number, file in enumerate(parts)}
     files += written
     if len(parts) > 1 and name == "model":
         with ranks.agreement(CheckpointError, job.group):
-            if ranks.rank() == 0:
+            if job.rank == 0:
                 files.append(write_file(folder / INDEX, index_of(parts), checksum=job.options.checksum))
     return {
         key: SavedTensor(

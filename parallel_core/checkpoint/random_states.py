@@ -9,14 +9,25 @@ from typing import Any
 import torch
 
 from parallel_core.checkpoint.tree import decode, encode
+from parallel_core.errors import CheckpointError
 
 
 def random_state() -> Any:
-    """Return the states of this process's generators, as JSON can say them."""
+    """Return the states of this process's generators, as JSON can say them.
+
+    Raises:
+        CheckpointError: NumPy's own generator has been exchanged for one of another kind.
+    """
     states: dict[str, Any] = {"python": random.getstate(), "torch": bytes(torch.get_rng_state().tolist())}
     if (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        states["numpy"] = (kind, keys.tolist(), *rest)
+        state = numpy.random.get_state(legacy=False)
+        if (kind := state["bit_generator"]) != "MT19937":
+            raise CheckpointError(
+                f"random_state: numpy.random has been given a {kind}, and only NumPy's own choice, "
+                f"MT19937, can be saved; use a numpy.random.Generator of your own, and save its state as extra"
+            )
+        keys, position = state["state"]["key"].tolist(), state["state"]["pos"]
+        states["numpy"] = (kind, keys, position, state["has_gauss"], state["gauss"])
     if torch.accelerator.is_available():
         states["accelerator"] = bytes(torch.get_device_module().get_rng_state().tolist())
     return encode(states, "the random state")

@@ -59,7 +59,8 @@ def save_checkpoint(
         random_state: whether the states of each rank's generators of random numbers are saved too.
         dtype: what the weights of floating point are saved in, to export them; by default what they are trained in.
         max_file_bytes: for `full`: how many bytes of weights go into one file before the next is begun.
-        keep_last: after the save, remove the oldest checkpoints of the same parent folder until so many are left.
+        keep_last: after the save, remove the oldest checkpoints of the same parent folder until so many are left. One
+            that can't be removed is logged.
         checksum: whether to take the SHA-256 of each file, by which a load finds a changed byte.
         background: return as soon as what is to be saved has been copied, and write while training goes on. The next
             save or load waits for the end, and so does the end of the process group and of the process.
@@ -68,21 +69,22 @@ def save_checkpoint(
         the save, to wait for where it goes on in the background.
 
     Raises:
-        CheckpointError: it can't be saved; the same error on every rank, and what stood at `path` still does.
+        CheckpointError: it can't be saved; the same error on every rank, and what stood at `path` still does. Where a
+            rank is lost at the very end, the new checkpoint may stand there, whole.
     """
     in_background.wait_for_running()
-    record, strategy, model = settled(model)
-    layout = Layout.of(model) if record is None else record.layout
     with ranks.agreement(CheckpointError):
+        _check_kinds(model, optimizer)
+        record, strategy, model = settled(model)
+        layout = Layout.of(model) if record is None else record.layout
         options = checked_options(path, state_dict_type, dtype, max_file_bytes, keep_last, checksum, random_state)
     check_alike("save", {**options.told(), "optimizer": type(optimizer).__name__, "background": background})
     with ranks.agreement(CheckpointError):
         parts = {"model": model_part(strategy, model, layout)}
-    if optimizer is not None:
-        with ranks.agreement(CheckpointError):
-            parts["optimizer"] = optimizer_part(strategy, model, optimizer, parts["model"].shards)
     with ranks.agreement(CheckpointError):
-        parts["objects"] = objects_part(objects or {})
+        if optimizer is not None:
+            parts["optimizer"] = optimizer_part(strategy, model, optimizer, parts["model"].shards)
+        parts["objects"] = objects_part({} if objects is None else objects)
         encoded = None if extra is None else encode(extra, "extra")
     job = agreed_job(
         options, parts, encoded, layout, origin_of(record, strategy.name, optimizer), background=background
@@ -93,3 +95,11 @@ def save_checkpoint(
     with ranks.agreement(CheckpointError):  # a rank whose memory is too small must not leave the others waiting
         job = copied_job(job)
     return in_background.start(options.place, partial(write, job))
+
+
+def _check_kinds(model: object, optimizer: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    # An optimizer of one's own need not be torch's.
+    if optimizer is not None and not (hasattr(optimizer, "state") and hasattr(optimizer, "param_groups")):
+        raise CheckpointError(f"optimizer: expected a torch.optim.Optimizer or None, found {type(optimizer).__name__}")

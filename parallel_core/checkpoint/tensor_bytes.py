@@ -77,17 +77,25 @@ def in_dtype(name: str, elements: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     """Return elements in another dtype.
 
     Raises:
-        CheckpointError: there is one that is finite, and too large for it.
+        CheckpointError: there is one that is out of its range.
     """
     if elements.dtype == dtype:
         return elements
     found = elements.to(dtype)
-    infinite = found.isinf()
-    # Most often there is none, and asked again of the few alone: some dtypes have no isinf.
-    if bool(infinite.any()) and not bool((before := elements[infinite].to(torch.float64)).isinf().all()):
-        example = before[~before.isinf()][0].item()
-        raise CheckpointError(
-            f"{name!r} has {example:g}, and {dtype_name(dtype)} goes up to {torch.finfo(dtype).max:g}; choose another "
-            f"dtype"
-        )
+    # Most often there is none, and looked at again are the few alone.
+    suspect = _out_of_range(elements, dtype) if dtype.itemsize == 1 else found.isinf()
+    if bool(suspect.any()):
+        before, after = elements[suspect].to(torch.float64), found[suspect].to(torch.float64)
+        if bool((lost := before != after).any()):
+            limits = torch.finfo(dtype)
+            raise CheckpointError(
+                f"{name!r} has {before[lost][0].item():g}, and {dtype_name(dtype)} goes from {limits.min:g} to "
+                f"{limits.max:g}; choose another dtype"
+            )
     return found
+
+
+def _out_of_range(elements: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # For float8: some of its kinds have no infinity, and stop at their largest number or turn into NaN (torch 2.13).
+    wide, limits = elements if elements.element_size() >= 4 else elements.to(torch.float32), torch.finfo(dtype)
+    return (wide > limits.max) | (wide < limits.min)

@@ -477,7 +477,7 @@ def test_a_number_that_a_dtype_has_no_room_for_is_an_error(
     source = save_values(tmp_path / "a", weight=torch.tensor([1.0, float("inf"), 1e6]))
     code, _, err = command("consolidate", source, tmp_path / "b", "--dtype", "fp16")
     assert code == 2
-    assert err == "error: 'weight' has 1e+06, and float16 goes up to 65504; choose another dtype\n"
+    assert err == "error: 'weight' has 1e+06, and float16 goes from -65504 to 65504; choose another dtype\n"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert command("consolidate", source, tmp_path / "b", "--dtype", "bf16")[0] == 0
 
@@ -572,7 +572,7 @@ def test_consolidate_refuses_weights_from_elsewhere(
 def test_consolidate_reads_a_checkpoint_whose_replacement_was_cut_off(
     saved: Path, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
-    copied(saved / "ddp-sharded", tmp_path / ".a.replaced-0123")
+    copied(saved / "ddp-sharded", tmp_path / ".a.replaced-0123abcd")
     assert command("consolidate", tmp_path / "a", tmp_path / "full")[0] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "full"]
 

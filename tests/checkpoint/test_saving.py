@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, load_model
@@ -92,9 +94,39 @@ def test_weights_are_exported_in_another_dtype(tmp_path: Path, kind: str) -> Non
 def test_a_weight_that_is_too_large_for_the_dtype_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     model = nn.Linear(2, 2)
     nn.init.constant_(model.bias, 1e6)
-    with pytest.raises(CheckpointError, match=r"'bias' has 1e\+06, and float16 goes up to 65504; choose another dtype"):
+    message = r"'bias' has 1e\+06, and float16 goes from -65504 to 65504; choose another dtype"
+    with pytest.raises(CheckpointError, match=message):
         parallel_core.save_checkpoint(tmp_path / "a", model, state_dict_type=kind, dtype=torch.float16)
     assert names(tmp_path) == []
+
+
+FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+
+
+@pytest.mark.parametrize("name", FLOAT8)
+def test_weights_are_exported_in_float8_unless_they_are_out_of_its_range(tmp_path: Path, name: str) -> None:
+    dtype = getattr(torch, name)
+    model, finite = nn.Linear(2, 3), torch.tensor([1.0, 240.0, 0.5])
+
+    def saved(*bias: float, kind: str = "full") -> torch.Tensor:
+        model.bias.data[:] = torch.tensor(bias)
+        model.weight.data.fill_(1)
+        parallel_core.save_checkpoint(tmp_path / "a", model, state_dict_type=kind, dtype=dtype)
+        parallel_core.load_checkpoint(tmp_path / "a", model, cast=True)
+        return model.bias.data
+
+    for kind in KINDS:
+        assert torch.equal(saved(*finite.tolist(), kind=kind), finite.to(dtype).to(torch.float32))
+    assert saved(float("nan"), 1.0, 1.0).isnan().tolist() == [True, False, False]
+    limits = torch.finfo(dtype)
+    for wrong in (-1.0 if limits.min > 0 else -limits.max * 1.5, limits.max * 1.5):
+        with pytest.raises(CheckpointError, match=rf"'bias' has {re.escape(f'{wrong:g}')}, and {name} goes from"):
+            saved(1.0, wrong, 1.0)
+    if name == "float8_e5m2":  # alone has infinity
+        assert saved(float("inf"), 1.0, float("-inf")).tolist() == [float("inf"), 1.0, float("-inf")]
+    else:
+        with pytest.raises(CheckpointError, match=f"'bias' has inf, and {name} goes from"):
+            saved(1.0, 1.0, float("inf"))
 
 
 @pytest.mark.parametrize("strategy", CONFIGS)
@@ -190,6 +222,67 @@ def test_ranks_that_ask_for_different_things_are_told(ranks: Ranks, tmp_path: Pa
     assert names(tmp_path) == ["b"]
 
 
+def test_what_fails_on_one_rank_is_raised_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    """Whatever is looked at first: no rank goes ahead, to wait for one that has stopped."""
+
+    class Keys(torch.optim.SGD):
+        keys: tuple[Any, ...] = ("a",)
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # takes no closure
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter] = dict.fromkeys(self.keys, torch.ones(2))
+
+    def work() -> list[str]:
+        bare = nn.Linear(2, 2)
+        model = parallel_core.wrap_model_for_training(bare, CONFIGS["ddp"])
+        assert model is not None
+        optimizer = Keys(model.parameters(), lr=0.1)
+        other = collective.rank() == 1
+        if other:
+            optimizer.keys = ("a", (1, 2))
+        optimizer.step()
+        mine: list[dict[str, Any]] = [
+            {"model": bare if other else model},
+            {"model": None if other else model},
+            {"model": bare.state_dict() if other else model},
+            {"model": nn.LazyLinear(2) if other else model},
+            {"optimizer": 3 if other else None},
+            {"optimizer": optimizer},
+            {"objects": [optimizer] if other else {}},
+            {"random_state": True},
+            {"dtype": torch.float4_e2m1fn_x2 if other else None, "state_dict_type": "full"},
+        ]
+        found = []
+        before = np.random.get_state()
+        if other:
+            np.random.set_bit_generator(np.random.PCG64(0))  # type: ignore[attr-defined]  # not in its __all__
+        for options in mine:
+            with pytest.raises(CheckpointError) as caught:
+                parallel_core.save_checkpoint(**{"path": tmp_path / "a", "model": model, **options})
+            found.append(str(caught.value))
+        if other:
+            np.random.set_bit_generator(np.random.MT19937())  # type: ignore[attr-defined]  # as above
+        np.random.set_state(before)
+        return found
+
+    first, second = ranks(work)
+    assert first == second
+    expected = [
+        "this Linear is the module inside a wrapped model, whose parameters may be this rank's shards alone; pass what",
+        "model: expected a torch.nn.Module, found NoneType",
+        "model: expected a torch.nn.Module, found OrderedDict",
+        "RuntimeError: Can't access the shape of an uninitialized parameter",
+        "optimizer: expected a torch.optim.Optimizer or None, found int",
+        "the optimizer's state for 'weight' has the key (1, 2); expected plain strings",
+        "objects: expected a dict of objects by name, found list",
+        "random_state: numpy.random has been given a PCG64, and only NumPy's own choice, MT19937, can be saved; use a",
+        "dtype: expected a torch.dtype of float64, float32, float16, bfloat16, float8_e4m3fn, float8_e4m3fnuz, ",
+    ]
+    for message, beginning in zip(first, expected, strict=True):
+        assert message.startswith(f"rank 1 of 2: {beginning}"), message
+    assert names(tmp_path) == []
+
+
 def test_older_siblings_are_pruned_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "log.txt").write_text("mine")
@@ -208,12 +301,12 @@ def test_leftovers_are_cleaned_by_the_next_save_and_never_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(folder, "exchange", lambda one, other: False)
     first = saved_run(tmp_path / "step-1")
     # What a process leaves that is killed while it builds one, and between the two renames of a replacement.
-    (tmp_path / ".step-2.saving-0123").mkdir()
-    (tmp_path / ".step-2.saving-0123" / "model.safetensors").write_bytes(b"half")
-    (tmp_path / "step-1").rename(tmp_path / ".step-1.replaced-4567")
+    (tmp_path / ".step-2.saving-0123abcd").mkdir()
+    (tmp_path / ".step-2.saving-0123abcd" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / "step-1").rename(tmp_path / ".step-1.replaced-4567abcd")
     assert parallel_core.latest_checkpoint(tmp_path) == tmp_path / "step-1"
     other = Run("language_model", None, seed=1)
     parallel_core.load_checkpoint(tmp_path / "step-1", other.model, other.optimizer)
@@ -236,7 +329,10 @@ def test_a_save_that_goes_on_is_not_cleaned_away(tmp_path: Path) -> None:
 WITHOUT_PICKLE = (
     "which can't be saved without pickle; possible are dicts, lists, tuples, numbers, strings, bytes and None"
 )
-A_DTYPE = "dtype: expected a torch.dtype of floating point such as torch.bfloat16, found"
+A_DTYPE = (
+    "dtype: expected a torch.dtype of float64, float32, float16, bfloat16, float8_e4m3fn, float8_e4m3fnuz, "
+    "float8_e5m2, float8_e5m2fnuz, float8_e8m0fnu, found"
+)
 REFUSED: dict[str, dict[str, Any]] = {
     "state_dict_type: expected 'full' or 'sharded', found 'fulll'; did you mean 'full'?": {"state_dict_type": "fulll"},
     "keep_last: expected a whole number from 1 on or None, found 0": {"keep_last": 0},
@@ -251,8 +347,15 @@ REFUSED: dict[str, dict[str, Any]] = {
         "extra": {"\udc80": 1}
     },
     "objects['loader'] has no state_dict(): found object": {"objects": {"loader": object()}},
+    "objects: expected names that are plain strings, found 1": {"objects": {"a": nn.Linear(2, 2), 1: nn.Linear(2, 2)}},
+    "objects: expected a dict of objects by name, found list": {"objects": []},
+    f"{A_DTYPE} torch.float4_e2m1fn_x2": {"dtype": torch.float4_e2m1fn_x2},
+    "the name of an object: '\\udc80' is no text that JSON can hold: surrogates not allowed": {
+        "objects": {"\udc80": nn.Linear(2, 2)}
+    },
+    "model: expected a torch.nn.Module, found OrderedDict": {"model": nn.Linear(2, 2).state_dict()},
+    "optimizer: expected a torch.optim.Optimizer or None, found int": {"optimizer": 3},
     "path: '.hidden' can't be a checkpoint's folder; choose a name without a leading dot": {"path": ".hidden"},
-    "path: expected the name of a folder, found ''": {"path": ""},
 }
 
 
