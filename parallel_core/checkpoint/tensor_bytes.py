@@ -82,10 +82,11 @@ def in_dtype(name: str, elements: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     if elements.dtype == dtype:
         return elements
     found = elements.to(dtype)
-    infinite = found.isinf()
-    # Most often there is none, and asked again of the few alone: some dtypes have no isinf.
-    if bool(infinite.any()) and not bool((before := elements[infinite].to(torch.float64)).isinf().all()):
-        example = before[~before.isinf()][0].item()
+    # Those of one byte can't be asked, and some of them have NaN in the place of infinity.
+    lost = ~(found.to(torch.float32) if dtype.itemsize == 1 else found).isfinite()
+    # Most often there is none, and the few alone are asked what they were.
+    if bool(lost.any()) and bool((before := elements[lost].to(torch.float64)).isfinite().any()):
+        example = before[before.isfinite()][0].item()
         raise CheckpointError(
             f"{name!r} has {example:g}, and {dtype_name(dtype)} goes up to {torch.finfo(dtype).max:g}; choose another "
             f"dtype"
