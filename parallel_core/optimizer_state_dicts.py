@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ def _judge(layout: Layout, groups: Groups, state_dict: Any, state_dict_type: Sta
     found = list(optimizer_problems(layout, groups, state_dict))
     state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
     if isinstance(state, Mapping) and all(isinstance(values, Mapping) for values in state.values()):
-        found += _tensor_problems(layout, state, state_dict_type)
+        found += _tensor_problems(state, state_dict_type)
     if found:
         return Verdict([], [], found)
     entries = [
@@ -67,7 +68,7 @@ def _judge(layout: Layout, groups: Groups, state_dict: Any, state_dict_type: Sta
 def optimizer_problems(layout: Layout, groups: Groups, state_dict: Any) -> Iterator[str]:
     """Yield what keeps a state dict from being that of an optimizer with these groups, a line each.
 
-    The tensors in it are not looked at.
+    Of the tensors in it the shapes alone are looked at.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         keys = f" with {sorted(map(str, state_dict))}" if isinstance(state_dict, Mapping) else ""
@@ -87,6 +88,7 @@ def optimizer_problems(layout: Layout, groups: Groups, state_dict: Any) -> Itera
     if unknown:
         yield named("state of parameters that the model lacks", unknown)
     yield from _group_problems(groups, saved)
+    yield from _shape_problems(layout, state)
 
 
 def _group_problems(own: Groups, saved: Groups) -> Iterator[str]:
@@ -103,17 +105,28 @@ def _group_problems(own: Groups, saved: Groups) -> Iterator[str]:
         options = [key for key in group if key not in other]
         if options:
             yield named(f"group {index} of the state dict lacks options; it is another kind of optimizer's", options)
+        for key in (key for key in group if key in other and _is_number(group[key]) and not _is_number(other[key])):
+            yield f"group {index}, {key!r}: expected a number, found {other[key]!r:.80}"
 
 
-def _tensor_problems(
-    layout: Layout, state: Mapping[str, Mapping[str, Any]], state_dict_type: StateDictType
-) -> Iterator[str]:
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Number | torch.Tensor) and not isinstance(value, bool)
+
+
+def _shape_problems(layout: Layout, state: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     # L-BFGS keeps all that it has, about all parameters laid end to end, under the first of them.
     is_per_parameter = len(state) > 1 or len(layout.parameters) == 1
     for name, values in state.items():
         if name not in layout.parameters:
             continue
         spec = _spec(layout, name)
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and is_per_parameter and not _fits(tuple(value.shape), spec.shape):
+                yield (f"{name!r}, {key!r}: wrong shape: the model's parameter is {spec}, the state {describe(value)}")
+
+
+def _tensor_problems(state: Mapping[str, Mapping[str, Any]], state_dict_type: StateDictType) -> Iterator[str]:
+    for name, values in state.items():
         for key, value in values.items():
             where = f"{name!r}, {key!r}"
             if not isinstance(value, torch.Tensor):
@@ -122,8 +135,6 @@ def _tensor_problems(
                 yield f"{where}: found a DTensor in a full state dict; pass state_dict_type='sharded'"
             elif value.is_meta:
                 yield f"{where}: found a tensor on the meta device, which has no values"
-            elif is_per_parameter and not _fits(tuple(value.shape), spec.shape):
-                yield f"{where}: wrong shape: the model's parameter is {spec}, the state {describe(value)}"
 
 
 def _fits(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:

@@ -10,10 +10,11 @@ from typing import Any
 from parallel_core.checkpoint.distance import Distance
 from parallel_core.checkpoint.manifest import RANDOM_STATES, Manifest, SavedTensor, Section
 from parallel_core.checkpoint.opening import Saved, check_sizes, hash_of
+from parallel_core.checkpoint.optimizer_values import OptimizerValues
 from parallel_core.checkpoint.reading import SavedReader
 from parallel_core.checkpoint.safetensors_format import TensorInfo
 from parallel_core.checkpoint.tensor_bytes import CHUNK, runs_of
-from parallel_core.checkpoint.tree import decode
+from parallel_core.checkpoint.tree import decode, decode_each
 from parallel_core.checkpoint.verifying import Told, nobody
 
 _STEP = CHUNK // 4  # bytes of each; what is computed with them takes several times as much
@@ -163,7 +164,7 @@ def _pairs(
 
 
 def _values(one: Manifest, other: Manifest, *, model_only: bool) -> Iterator[ValueDifference]:
-    yield from _differing("model", _decoded(one.model.values) or {}, _decoded(other.model.values) or {})
+    yield from _differing("model", *(decode_each(each.model.values, _there) for each in (one, other)))
     if model_only:
         return
     if one.optimizer is None or other.optimizer is None:
@@ -171,14 +172,15 @@ def _values(one: Manifest, other: Manifest, *, model_only: bool) -> Iterator[Val
         if one.optimizer is not other.optimizer:
             yield ValueDifference("optimizer", *classes)
     else:
-        yield from _differing("optimizer", _decoded(one.optimizer.values), _decoded(other.optimizer.values))
-    yield from _differing("objects", _decoded(one.objects.values) or {}, _decoded(other.objects.values) or {})
-    yield from _differing("extra", _decoded(one.extra), _decoded(other.extra))
+        found = [OptimizerValues.of(each.values).decoded(_there) for each in (one.optimizer, other.optimizer)]
+        yield from _differing("optimizer", *found)
+    yield from _differing("objects", *(decode_each(each.objects.values, _there) for each in (one, other)))
+    yield from _differing("extra", decode(one.extra), decode(other.extra))
 
 
-def _decoded(node: Any) -> Any:
-    # That a tensor is there is compared here, the tensor itself by the files.
-    return decode(node, lambda _: "<tensor>")
+def _there(_name: str) -> str:
+    """Stand for a tensor: that there is one is compared with the values, the tensor itself by the files."""
+    return "<tensor>"
 
 
 def _differing(place: str, one: Any, other: Any) -> Iterator[ValueDifference]:

@@ -22,7 +22,8 @@ from parallel_core.checkpoint.opening import INDEX, Saved, check_sizes, open_sav
 from parallel_core.checkpoint.reading import SavedReader
 from parallel_core.checkpoint.safetensors_format import SIZES, TensorInfo, file_order
 from parallel_core.checkpoint.tensor_bytes import CHUNK, dtype_name, dtype_named, in_dtype, memory, runs_of
-from parallel_core.checkpoint.tree import tensor_names
+from parallel_core.checkpoint.tree import tensor_names_of_each
+from parallel_core.checkpoint.untrusted import read_file
 from parallel_core.checkpoint.verifying import Told, nobody, verify_files
 from parallel_core.checkpoint.writing import TensorFile, divided, index_of, told_of, write_file
 from parallel_core.errors import CheckpointError
@@ -162,17 +163,12 @@ class _Copy:
 
     def _copied(self, name: str) -> SavedFile:
         """Copy a small file as it is."""
-        path = self._saved.folder / name
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
-        return write_file(self._folder / name, content, checksum=True)
+        return write_file(self._folder / name, read_file(self._saved.folder / name), checksum=True)
 
 
 def _converted(section: Section, dtype: torch.dtype | None) -> dict[str, TensorInfo]:
     """Return the model's tensors with the dtypes that they are to have."""
-    kept = set(tensor_names(section.values))  # extra states: their modules expect what they returned
+    kept = set(tensor_names_of_each(section.values))  # extra states: their modules expect what they returned
     return {
         name: TensorInfo(
             tensor.dtype

@@ -7,15 +7,14 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 from rich.filesize import decimal
 
 from parallel_core.checkpoint.manifest import Section
 from parallel_core.checkpoint.opening import Saved, header_of
+from parallel_core.checkpoint.optimizer_values import OptimizerValues
 from parallel_core.checkpoint.tree import TENSOR, decode
-from parallel_core.errors import CheckpointError
 from parallel_core.strategy_config import CORE_FIELDS
 
 SHOWN = 20
@@ -45,9 +44,6 @@ def describe(saved: Saved, *, every: bool = False) -> list[Part]:
     Args:
         saved: a checkpoint, or weights from elsewhere.
         every: whether each tensor and file has a row, however many there are.
-
-    Raises:
-        CheckpointError: the manifest has something in it that no save writes.
     """
     manifest = saved.manifest
     parts = [Part("", (), list(_facts(saved, every=every))), _files(saved, every=every)]
@@ -132,22 +128,11 @@ def _tensors(title: str, section: Section, *, every: bool) -> Part:
     return Part(f"tensors of {title}", header, rows)
 
 
-class _OptimizerValues(msgspec.Struct):
-    """What is saved of an optimizer besides its tensors."""
-
-    state: dict[str, dict[str, Any]]
-    param_groups: list[dict[str, Any]]
-
-
 def _optimizer(section: Section) -> list[Part]:
-    try:
-        values = msgspec.convert(section.values, _OptimizerValues)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"the manifest has no state of an optimizer where one is expected: {error}") from error
+    values = OptimizerValues.of(section.values)
     groups = []
-    for index, group in enumerate(values.param_groups):
-        options = decode(group, lambda name: f"<tensor {name}>")
-        parameters = options.pop("params", ())
+    for index, options in enumerate(values.groups(lambda name: f"<tensor {name}>")):
+        parameters = options.pop("params")
         groups.append((str(index), str(len(parameters)), ", ".join(f"{key}={options[key]!r}" for key in options)))
     kinds: dict[tuple[str, str], list[int]] = {}
     for entries in values.state.values():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,21 +14,23 @@ import torch
 from torch import nn
 
 from parallel_core import ranks
-from parallel_core.answering import settled
-from parallel_core.checkpoint import background
+from parallel_core.answering import answering
+from parallel_core.checkpoint import background, random_states
 from parallel_core.checkpoint.contents import modules_with_extra_state
 from parallel_core.checkpoint.manifest import RANDOM_STATES
 from parallel_core.checkpoint.matching import check_optimizer, match
+from parallel_core.checkpoint.objects import object_states, objects_loaded
 from parallel_core.checkpoint.opening import Saved, check_hashes, check_sizes, open_saved
 from parallel_core.checkpoint.options import check_alike
-from parallel_core.checkpoint.random_states import restore_random_state
 from parallel_core.checkpoint.reading import SavedReader
 from parallel_core.checkpoint.targets import targets_of
 from parallel_core.checkpoint.telling import as_checkpoint_error
-from parallel_core.checkpoint.tree import decode
-from parallel_core.errors import CheckpointError
+from parallel_core.checkpoint.tree import decode, decode_each
+from parallel_core.checkpoint.untrusted import parsed, read_file
+from parallel_core.errors import CheckpointError, ParallelCoreError
+from parallel_core.filling import check_can_be_filled
 from parallel_core.optimizer_state import required_groups
-from parallel_core.record import Layout, bare_parameters
+from parallel_core.record import Layout, bare_parameters, check_unchanged
 
 
 @dataclass(frozen=True)
@@ -82,20 +83,32 @@ def load_checkpoint(
             are as they were.
     """
     background.wait_for_running()
-    record, strategy, model = settled(model)
-    layout = Layout.of(model) if record is None else record.layout
     with ranks.agreement(CheckpointError):
+        if not isinstance(model, nn.Module):
+            raise CheckpointError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+        record, strategy, model = answering(model)
+        layout = Layout.of(model) if record is None else record.layout
+        check_unchanged(model, layout)
+        if record is None:
+            check_can_be_filled(model)
+        objects = dict(sorted((objects or {}).items()))
         saved = open_saved(path)
         check_sizes(saved)
-    # Of the whole manifest: a rank that sees another folder, or sees it at another time, must not load another half.
-    digest = hashlib.sha256(msgspec.json.encode(saved.manifest)).hexdigest()
-    told: dict[str, Any] = {
-        "path": str(saved.place),
-        "the SHA-256 of the manifest": digest,
-        "optimizer": type(optimizer).__name__,
-    }
-    told |= {"strict": strict, "cast": cast, "random_state": random_state}
+        told = {
+            "path": str(saved.place),
+            # Of the whole manifest: a rank that sees another folder, or sees it at another time, must not load another
+            # half.
+            "the SHA-256 of the manifest": hashlib.sha256(msgspec.json.encode(saved.manifest)).hexdigest(),
+            "optimizer": type(optimizer).__name__,
+            "objects": list(objects),
+            "strict": bool(strict),
+            "cast": bool(cast),
+            "random_state": bool(random_state),
+            "verify": bool(verify),
+        }
     check_alike("load", told)
+    if record is not None:
+        strategy.settle(model)
     if verify:
         with ranks.agreement(CheckpointError):
             check_hashes(saved, saved.manifest.files[ranks.rank() :: ranks.world_size()])
@@ -104,85 +117,86 @@ def load_checkpoint(
             found = match(layout, saved.manifest, reader, strict=strict, cast=cast)
             if optimizer is not None:
                 check_optimizer(layout, required_groups(optimizer, bare_parameters(model)), saved.manifest.optimizer)
-            states = _object_states(saved, objects or {}, reader)
+            states = object_states(saved, objects, reader)
             generators = _random_state(saved) if random_state else None
             extra = decode(saved.manifest.extra)
-            values = saved.manifest.model.values or {}
-            extra_states = decode(values, lambda name: reader.whole(name, saved.manifest.model.tensors[name]))
+            tensors = saved.manifest.model.tensors
+            extra_states = decode_each(saved.manifest.model.values, lambda name: reader.whole(name, tensors[name]))
         targets, section = targets_of(strategy, model, layout), saved.manifest.model
-        targets.check(reader, section, found.sources)
+        targets.check(reader, section, found)
         put_optimizer = None
         if optimizer is not None:
             assert saved.manifest.optimizer is not None  # check_optimizer has seen it
-            put_optimizer = targets.optimizer_load(reader, saved.manifest.optimizer, optimizer)
-        with _objects_loaded(objects or {}, states):
-            targets.load_model(reader, section, found.sources)
-    if put_optimizer is not None:
-        put_optimizer()
-    with ranks.agreement(CheckpointError):
-        for name, module in modules_with_extra_state(model, layout):
-            if name in extra_states:
-                module.set_extra_state(extra_states[name])
-        if generators is not None:
-            restore_random_state(generators)
+            put_optimizer = targets.optimizer_load(reader, saved.manifest.optimizer, found, optimizer)
+        with objects_loaded(objects, states), _optimizer_loaded(optimizer, put_optimizer):
+            targets.load_model(reader, section, found)
+            with ranks.agreement(CheckpointError):
+                _load_extra_states(model, layout, extra_states)
+                if generators is not None:
+                    random_states.restore_random_state(generators)
     return LoadedCheckpoint(extra, found.missing, found.unexpected)
 
 
 @contextmanager
-def _objects_loaded(objects: Mapping[str, Any], states: Mapping[str, Any]) -> Iterator[None]:
-    """Load objects before the block; if one fails, or the block does, all of them get back what they had.
+def _optimizer_loaded(optimizer: torch.optim.Optimizer | None, put: Callable[[], None] | None) -> Iterator[None]:
+    """Put an optimizer's state into it before the block; if that fails, or the block does, it gets back what it had.
 
     Raises:
-        CheckpointError: one failed; the same error on every rank.
+        CheckpointError: it failed; the same error on every rank.
     """
-    with ranks.agreement(CheckpointError):
-        before = {name: copy.deepcopy(thing.state_dict()) for name, thing in objects.items()}
+    if optimizer is None or put is None:
+        yield
+        return
+    before = optimizer.state, optimizer.param_groups  # loading puts others in their place
     try:
         with ranks.agreement(CheckpointError):
-            for name, thing in objects.items():
-                if not states[name]:
-                    continue  # a gradient scaler that was disabled when it was saved, say; an enabled one refuses it
-                try:
-                    thing.load_state_dict(states[name])
-                except Exception as error:
-                    raise CheckpointError(
-                        f"objects[{name!r}] ({type(thing).__name__}) does not take the state that was saved: "
-                        f"{type(error).__name__}: {error}"
-                    ) from error
+            try:
+                put()
+            except ParallelCoreError:
+                raise
+            except Exception as error:
+                raise CheckpointError(
+                    f"the optimizer ({type(optimizer).__name__}) does not take the state that was saved: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
         yield
     except BaseException:
-        for name, thing in objects.items():
-            thing.load_state_dict(before[name])
+        optimizer.state, optimizer.param_groups = before
         raise
 
 
-def _object_states(saved: Saved, objects: Mapping[str, Any], reader: SavedReader) -> dict[str, Any]:
-    section = saved.manifest.objects
-    there = section.values or {}
-    for name, thing in objects.items():
-        if name not in there:
-            listed = ", ".join(map(repr, there)) or "none"
-            raise CheckpointError(f"{saved.place} has no state of objects[{name!r}]; saved are: {listed}")
-        if not callable(getattr(thing, "load_state_dict", None)):
-            raise CheckpointError(f"objects[{name!r}] has no load_state_dict(): found {type(thing).__name__}")
-    return {name: decode(there[name], lambda key: reader.whole(key, section.tensors[key])) for name in objects}
+def _load_extra_states(model: nn.Module, layout: Layout, states: Mapping[str, Any]) -> None:
+    for name, module in modules_with_extra_state(model, layout):
+        if name in states:
+            try:
+                module.set_extra_state(states[name])
+            except Exception as error:
+                raise CheckpointError(
+                    f"{name!r}: {type(module).__name__} does not take the extra state that was saved: "
+                    f"{type(error).__name__}: {error}; the model has the checkpoint's weights now"
+                ) from error
 
 
 def _random_state(saved: Saved) -> Any:
-    """Return what was saved of this rank's generators.
+    """Return what was saved of this rank's generators; changes nothing.
 
     Raises:
-        CheckpointError: nothing was, or by another number of ranks.
+        CheckpointError: nothing was, or by another number of ranks, or they don't take it.
     """
     if not saved.manifest.random_states:
         raise CheckpointError(f"{saved.place} was saved without random states; load with random_state=False")
-    try:
-        states = msgspec.json.decode((saved.folder / RANDOM_STATES).read_bytes(), type=list[Any])
-    except (OSError, msgspec.MsgspecError) as error:
-        raise CheckpointError(f"{saved.folder / RANDOM_STATES} can't be read: {error}") from error
+    path = saved.folder / RANDOM_STATES
+    states = parsed(read_file(path), list[Any], f"{path} can't be read")
     if len(states) != ranks.world_size():
         raise CheckpointError(
             f"{saved.place} has the random states of {len(states)} ranks, and {ranks.world_size()} are loading; "
             f"load with random_state=False"
         )
-    return states[ranks.rank()]
+    mine, now = states[ranks.rank()], random_states.random_state()
+    try:
+        random_states.restore_random_state(mine)
+    except Exception as error:
+        raise CheckpointError(f"{path} has no state of generators: {type(error).__name__}: {error}") from error
+    finally:
+        random_states.restore_random_state(now)
+    return mine

@@ -7,14 +7,15 @@ change unseen. No torch is needed to read it.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from parallel_core.checkpoint.safetensors_format import SIZES, TensorInfo
+from parallel_core.checkpoint.safetensors_format import TensorInfo
+from parallel_core.checkpoint.sense import check_sense
+from parallel_core.checkpoint.untrusted import parsed, read_file
 from parallel_core.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -65,11 +66,13 @@ class Section(msgspec.Struct, frozen=True):
 
     Attributes:
         tensors: by name.
-        values: everything that is no tensor, as `parallel_core.checkpoint.tree` has it, with references to these.
+        values: everything that is no tensor, with references to these. The model's are the extra states by name; the
+            optimizer's are `OptimizerValues`; those of the objects are their states by name. Each state is as
+            `parallel_core.checkpoint.tree` has it.
     """
 
     tensors: dict[str, SavedTensor] = {}
-    values: Any = None
+    values: dict[str, Any] | None = None
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -146,27 +149,24 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: there is none, or it is not as it was written.
     """
     path = folder / MANIFEST
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
+    if not path.exists():
         what = f"it lacks {MANIFEST}" if folder.is_dir() else "there is no such folder"
-        raise CheckpointError(f"{folder} is no complete checkpoint: {what}") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
+        raise CheckpointError(f"{folder} is no complete checkpoint: {what}")
+    text = read_file(path)
     if not is_intact(text):
         raise CheckpointError(f"{path} is damaged: it is not as it was written; use another checkpoint")
-    body = text[_BODY:]
+    body = b"{" + text[_BODY:]
+    schema = parsed(body, _Schema, f"{path} is no manifest of a checkpoint").schema
+    if schema != SCHEMA:
+        raise CheckpointError(
+            f"{path} has the schema {schema}, and this version of parallel_core reads {SCHEMA}; use the version that "
+            f"wrote it"
+        )
+    manifest = parsed(body, Manifest, f"{path} is no manifest of a checkpoint")
     try:
-        schema = msgspec.json.decode(b"{" + body, type=_Schema).schema
-        if schema != SCHEMA:
-            raise CheckpointError(
-                f"{path} has the schema {schema}, and this version of parallel_core reads {SCHEMA}; use the version "
-                f"that wrote it"
-            )
-        manifest = msgspec.json.decode(b"{" + body, type=Manifest)
-    except msgspec.MsgspecError as error:
-        raise CheckpointError(f"{path} is no manifest of a checkpoint: {error}") from error
-    _check_sense(path, manifest)
+        check_sense(manifest)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is not sensible: {error}; use another checkpoint") from error
     return manifest
 
 
@@ -191,28 +191,3 @@ class _Schema(msgspec.Struct):
 
 def _digest(body: bytes) -> str:
     return hashlib.sha256(_HEAD + b"0" * _DIGITS + _TAIL + body).hexdigest()
-
-
-def _check_sense(path: Path, manifest: Manifest) -> None:
-    """Refuse what no save writes: a manifest may come from anyone, and is followed to files and sizes."""
-    wrong = [file.name for file in manifest.files if Path(file.name).name != file.name or file.name in ("", ".", "..")]
-    if wrong:
-        raise CheckpointError(f"{path} names the file {wrong[0]!r}, which is not one of its own folder")
-    for section in (manifest.model, manifest.optimizer or Section(), manifest.objects):
-        for name, tensor in section.tensors.items():
-            if tensor.dtype not in SIZES or min(tensor.shape, default=0) < 0:
-                raise CheckpointError(f"{path}: {name!r} is {tensor}, which is no tensor that can be saved")
-            for piece in tensor.pieces:
-                shape = tensor.shape if len(piece.offsets) == len(tensor.shape) else None
-                flat = (tensor.nbytes // SIZES[tensor.dtype],) if len(piece.offsets) == 1 else None
-                ends = zip(piece.offsets, piece.sizes, shape or flat or (), strict=False)
-                if (
-                    piece.file not in range(len(manifest.files))
-                    or len(piece.sizes) != len(piece.offsets)
-                    or (shape is None and flat is None)
-                    or any(offset < 0 or size < 0 or offset + size > end for offset, size, end in ends)
-                ):
-                    raise CheckpointError(f"{path}: {name!r} is {tensor}, and can't have the piece {piece}")
-            covered = sum(math.prod(piece.sizes) for piece in tensor.pieces)
-            if covered * SIZES[tensor.dtype] != tensor.nbytes:
-                raise CheckpointError(f"{path}: {name!r} is {tensor}, and its pieces have {covered} elements")

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import torch
+
 from parallel_core.checkpoint.manifest import Manifest, SavedTensor, Section
+from parallel_core.checkpoint.optimizer_values import OptimizerValues
 from parallel_core.checkpoint.reading import SavedReader
 from parallel_core.checkpoint.safetensors_format import TensorInfo
-from parallel_core.checkpoint.tensor_bytes import dtype_name
-from parallel_core.checkpoint.tree import decode, tensor_names
+from parallel_core.checkpoint.tensor_bytes import dtype_name, dtype_named
+from parallel_core.checkpoint.tree import tensor_names_of_each
 from parallel_core.errors import CheckpointError
 from parallel_core.optimizer_state_dicts import Groups, optimizer_problems
 from parallel_core.record import Layout
-from parallel_core.state_dicts import SHOWN, named
+from parallel_core.state_dicts import SHOWN, converts, named
 
 
 class Match(NamedTuple):
@@ -22,11 +25,22 @@ class Match(NamedTuple):
     Attributes:
         sources: the name that each tensor of the model is saved under; a tied tensor's for its first name alone.
         missing, unexpected: names that the checkpoint lacks, and names that the model lacks.
+        converted: the dtypes, saved and the model's, of each tensor of the model for which they differ.
     """
 
     sources: dict[str, str]
     missing: list[str]
     unexpected: list[str]
+    converted: dict[str, tuple[str, str]]
+
+    def state_dtype(self, name: str, info: TensorInfo) -> torch.dtype:
+        """Return the dtype of a tensor of the optimizer's state for a parameter: its own, or converted with the weight.
+
+        It is where it had the weight's dtype, as an optimizer makes it by default; but a single number, such as a step
+        count, has a dtype of its own.
+        """
+        saved, wanted = self.converted.get(name, ("", ""))
+        return dtype_named(wanted if info.dtype == saved and info.shape else info.dtype)
 
 
 def match(layout: Layout, manifest: Manifest, reader: SavedReader, *, strict: bool, cast: bool) -> Match:
@@ -42,7 +56,9 @@ def match(layout: Layout, manifest: Manifest, reader: SavedReader, *, strict: bo
     first_of = {name: group[0] for group in layout.tied for name in group}
     groups = {group[0]: group for group in layout.tied}
     extra = manifest.model.values or {}
+    of_extra = set(tensor_names_of_each(extra))
     sources: dict[str, str] = {}
+    converted: dict[str, tuple[str, str]] = {}
     missing: list[str] = []
     problems: list[str] = []
     for name, spec in layout.entries.items():
@@ -57,8 +73,10 @@ def match(layout: Layout, manifest: Manifest, reader: SavedReader, *, strict: bo
             missing += names
             continue
         sources[name] = found[0]
-        problems += _problems(name, TensorInfo(dtype_name(spec.dtype), spec.shape), saved, found, reader, cast=cast)
-    of_extra = set(tensor_names(extra))
+        info = TensorInfo(dtype_name(spec.dtype), spec.shape)
+        if saved[found[0]].dtype != info.dtype:
+            converted[name] = saved[found[0]].dtype, info.dtype
+        problems += _problems(name, info, saved, found, reader, cast=cast)
     unexpected = [name for name in (*saved_as, *extra) if name not in layout.entries and name not in of_extra]
     missing = [name for name in layout.entries if name in set(missing)]
     if strict:
@@ -66,20 +84,23 @@ def match(layout: Layout, manifest: Manifest, reader: SavedReader, *, strict: bo
         problems = [named(what, keys) for what, keys in lists.items() if keys] + problems
     if problems:
         raise CheckpointError(_text("the checkpoint does not fit the model", problems))
-    return Match(sources, missing, unexpected)
+    return Match(sources, missing, unexpected, converted)
 
 
 def check_optimizer(layout: Layout, groups: Groups, section: Section | None) -> None:
     """Make sure that the saved state of an optimizer fits one with these groups.
-
-    Its tensors fit, where those of the model do that was saved with it.
 
     Raises:
         CheckpointError: it doesn't, or none was saved.
     """
     if section is None:
         raise CheckpointError("the checkpoint has no state of an optimizer; load the model alone")
-    problems = list(optimizer_problems(layout, groups, decode(section.values, lambda name: None)))
+
+    def outline(name: str) -> torch.Tensor:
+        info = section.tensors[name]
+        return torch.empty(info.shape, dtype=dtype_named(info.dtype), device="meta")
+
+    problems = list(optimizer_problems(layout, groups, OptimizerValues.of(section.values).decoded(outline)))
     if problems:
         raise CheckpointError(_text("the checkpoint does not fit the optimizer", problems))
 
@@ -98,8 +119,9 @@ def _problems(
         info = saved[each]
         if info.shape != spec.shape:
             yield f"{name!r}: wrong shape: the model has {spec}, the checkpoint {info}"
-        elif info.dtype != spec.dtype and not cast:
-            yield f"{name!r}: wrong dtype: the model has {spec}, the checkpoint {info}; cast=True converts"
+        elif info.dtype != spec.dtype and not (cast and converts(dtype_named(info.dtype), dtype_named(spec.dtype))):
+            hint = "; cast=True converts" if converts(dtype_named(info.dtype), dtype_named(spec.dtype)) else ""
+            yield f"{name!r}: wrong dtype: the model has {spec}, the checkpoint {info}{hint}"
         elif each != found[0] and not reader.same(found[0], saved[found[0]], each, info):
             yield (
                 f"{found[0]!r} and {each!r} are one parameter of the model and have different values in the checkpoint"

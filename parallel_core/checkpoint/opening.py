@@ -22,6 +22,8 @@ from parallel_core.checkpoint.manifest import (
     read_manifest,
 )
 from parallel_core.checkpoint.safetensors_format import Header, read_header
+from parallel_core.checkpoint.sense import is_plain_name
+from parallel_core.checkpoint.untrusted import open_file, parsed, read_file, size_of
 from parallel_core.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -70,11 +72,7 @@ def check_sizes(saved: Saved) -> None:
     """
     for file in saved.manifest.files:
         path = saved.folder / file.name
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
-        if size != file.size:
+        if (size := size_of(path)) != file.size:
             raise CheckpointError(f"{path} is damaged: it has {size} bytes, and was saved with {file.size}")
 
 
@@ -102,7 +100,7 @@ def hash_of(path: Path, told: Callable[[int], None] | None = None) -> str:
     digest = hashlib.sha256()
     block = bytearray(_BLOCK)
     try:
-        with path.open("rb", buffering=0) as file:
+        with os.fdopen(open_file(path), "rb", buffering=0) as file:
             while count := file.readinto(block):
                 digest.update(memoryview(block)[:count])
                 if told is not None:
@@ -118,10 +116,7 @@ def header_of(path: Path) -> Header:
     Raises:
         CheckpointError: it can't be read, or is none.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
+    descriptor = open_file(path)
     try:
         return read_header(descriptor, path)
     finally:
@@ -136,17 +131,15 @@ def read_index(folder: Path) -> dict[str, str] | None:
     """Return which file of a folder has which tensor, as the index beside weights in several files says; None without.
 
     Raises:
-        CheckpointError: it can't be read, or names files elsewhere.
+        CheckpointError: it can't be read, or names none, or files elsewhere.
     """
     index = folder / INDEX
     if not index.is_file():
         return None
-    try:
-        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-    except (OSError, msgspec.MsgspecError) as error:
-        raise CheckpointError(f"{index} can't be read: {error}") from error
-    wrong = [name for name in weight_map.values() if Path(name).name != name]
-    if wrong:
+    weight_map = parsed(read_file(index), _Index, f"{index} can't be read").weight_map
+    if not weight_map:
+        raise CheckpointError(f"{index} names no file")
+    if wrong := [name for name in weight_map.values() if not is_plain_name(name)]:
         raise CheckpointError(f"{index} names the file {wrong[0]!r}, which is not one of its own folder")
     return weight_map
 
@@ -185,7 +178,7 @@ def weight_files(place: Path) -> list[Path]:
 def _manifest_of(files: list[Path]) -> Manifest:
     """Return a manifest of weights from elsewhere, by the headers of the files."""
     tensors: dict[str, SavedTensor] = {}
-    tied: list[tuple[str, ...]] = []
+    tied: list[tuple[str, str]] = []
     for index, path in enumerate(files):
         header = header_of(path)
         for name in header.entries:
@@ -195,13 +188,15 @@ def _manifest_of(files: list[Path]) -> Manifest:
             piece = Piece(index, (0,) * len(info.shape), info.shape)
             tensors[name] = SavedTensor(info.dtype, info.shape, pieces=(piece,))
         # As `safetensors.torch.save_model` notes the names that it leaves out, each with the one that stands for it.
-        tied += [(kept, left_out) for left_out, kept in header.metadata.items() if kept in header.entries]
+        # `format` is what all files say of the tool that they are for.
+        notes = header.metadata.items()
+        tied += [(kept, left_out) for left_out, kept in notes if kept in header.entries and left_out != "format"]
     return Manifest(
         state_dict_type="full",
         world_size=1,
         saved_at=0,
         origin=Origin("unknown"),
-        files=tuple(SavedFile(path.name, path.stat().st_size) for path in files),
+        files=tuple(SavedFile(path.name, size_of(path)) for path in files),
         model=Section(tensors),
-        tied=tuple(tied),
+        tied=tuple(group for group in tied if group[1] not in tensors),
     )

@@ -14,7 +14,8 @@ from parallel_core import ranks
 from parallel_core.checkpoint.manifest import Piece, SavedTensor
 from parallel_core.checkpoint.opening import Saved
 from parallel_core.checkpoint.safetensors_format import Header, TensorInfo, read_header, stored
-from parallel_core.checkpoint.tensor_bytes import CHUNK, dtype_named, memory, runs_of
+from parallel_core.checkpoint.tensor_bytes import CHUNK, dtype_named, in_dtype, memory, runs_of
+from parallel_core.checkpoint.untrusted import open_file
 from parallel_core.errors import CheckpointError
 from parallel_core.local_shards import LocalShard, Region, overlaps
 
@@ -49,9 +50,9 @@ class SavedReader:
             if next(overlaps(region_of(tensor, piece), region), None) is not None:
                 self._entry(name, tensor, piece)
 
-    def whole(self, name: str, tensor: SavedTensor) -> torch.Tensor:
-        """Return a saved tensor whole, on the CPU."""
-        target = torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype), device="cpu")
+    def whole(self, name: str, tensor: SavedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a saved tensor whole, on the CPU, in its own dtype or in another one."""
+        target = torch.empty(tensor.shape, dtype=dtype or dtype_named(tensor.dtype), device="cpu")
         self.fill(LocalShard.of(target), name, tensor)
         return target
 
@@ -75,7 +76,8 @@ class SavedReader:
         """Overwrite a shard with the elements of a saved tensor that belong there, in the shard's own dtype.
 
         Raises:
-            CheckpointError: a file can't be read, or is not what the manifest says.
+            CheckpointError: a file can't be read, or is not what the manifest says; or the shard's dtype has no room
+                for a number.
         """
         if not shard.tensor.is_contiguous() or shard.tensor.is_conj() or shard.tensor.is_neg():
             straight = torch.empty_like(shard.tensor, memory_format=torch.contiguous_format)
@@ -99,7 +101,7 @@ class SavedReader:
                 for start in range(0, each.length, step):
                     part = torch.empty(min(step, each.length - start), dtype=dtype, device="cpu")
                     self._read(name, tensor, piece, each.first + start, memory(part))
-                    target[start : start + part.numel()].copy_(part)
+                    target[start : start + part.numel()].copy_(_converted(name, part, target.dtype))
 
     def _read(self, name: str, tensor: SavedTensor, piece: Piece, first: int, target: memoryview) -> None:
         """Read elements of a piece, from the one numbered `first` on, until the target is full."""
@@ -133,16 +135,19 @@ class SavedReader:
             if len(self._descriptors) == _OPEN_FILES:
                 os.close(self._descriptors.pop(next(iter(self._descriptors))))
             path = self._path(file)
-            try:
-                self._descriptors[file] = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
+            self._descriptors[file] = open_file(path)
             if file not in self._headers:
                 self._headers[file] = read_header(self._descriptors[file], path)
         return self._descriptors[file]
 
     def _path(self, file: int) -> Path:
         return self._saved.folder / self._saved.manifest.files[file].name
+
+
+def _converted(name: str, elements: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if elements.is_complex() and dtype.is_complex:
+        return torch.view_as_complex(_converted(name, torch.view_as_real(elements), dtype.to_real()))
+    return in_dtype(name, elements, dtype)
 
 
 def region_of(tensor: SavedTensor, piece: Piece) -> Region:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from parallel_core.checkpoint.untrusted import parsed
 from parallel_core.errors import CheckpointError
 
 # The names that torch has for dtypes, and the format's, with the number of bytes of an element.
@@ -141,12 +142,10 @@ def read_header(file: int, path: Path) -> Header:
         raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
     if size < 8 or length > min(size - 8, LARGEST_HEADER):
         raise CheckpointError(f"{path}: no safetensors file, or cut off: it has {size} bytes")
-    try:
-        raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(raw.pop(METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
-        entries = {name: msgspec.json.decode(entry, type=Entry) for name, entry in raw.items()}
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: the header is not that of a safetensors file: {error}") from error
+    problem = f"{path}: the header is not that of a safetensors file"
+    raw = parsed(text, dict[str, msgspec.Raw], problem)
+    metadata = parsed(raw.pop(METADATA, msgspec.Raw(b"{}")), dict[str, str], problem)
+    entries = {name: parsed(entry, Entry, problem) for name, entry in raw.items()}
     entries = dict(sorted(entries.items(), key=lambda item: item[1].data_offsets))
     end = 0
     for name, entry in entries.items():

@@ -13,9 +13,11 @@ from torch import nn
 from parallel_core import ranks
 from parallel_core.checkpoint.contents import model_shards, shows_pieces
 from parallel_core.checkpoint.manifest import SavedTensor, Section
+from parallel_core.checkpoint.matching import Match
+from parallel_core.checkpoint.optimizer_values import OptimizerValues
 from parallel_core.checkpoint.reading import SavedReader
 from parallel_core.checkpoint.tensor_bytes import dtype_named
-from parallel_core.checkpoint.tree import decode
+from parallel_core.checkpoint.tree import decode_each
 from parallel_core.errors import CheckpointError
 from parallel_core.hookspecs import StateDictType
 from parallel_core.local_shards import LocalShard, Region
@@ -30,16 +32,16 @@ BATCH = 256 * 2**20  # bytes of whole tensors that are handed to a strategy's ho
 class Targets(Protocol):
     """What a model's and its optimizer's tensors are loaded into. Every method is a collective."""
 
-    def check(self, reader: SavedReader, saved: Section, sources: Mapping[str, str]) -> None:
+    def check(self, reader: SavedReader, saved: Section, found: Match) -> None:
         """Make sure that the files have what this rank is going to read; changes nothing."""
 
     def optimizer_load(
-        self, reader: SavedReader, saved: Section, optimizer: torch.optim.Optimizer
+        self, reader: SavedReader, saved: Section, found: Match, optimizer: torch.optim.Optimizer
     ) -> Callable[[], None]:
         """Read the optimizer's state, and return what puts it into the optimizer; until then nothing changes."""
 
-    def load_model(self, reader: SavedReader, saved: Section, sources: Mapping[str, str]) -> None:
-        """Read the model's tensors to where they belong, each from the saved one of the name in `sources`."""
+    def load_model(self, reader: SavedReader, saved: Section, found: Match) -> None:
+        """Read the model's tensors to where they belong, each from the saved one that was found for it."""
 
 
 def targets_of(strategy: Strategy, model: nn.Module, layout: Layout) -> Targets:
@@ -62,29 +64,29 @@ class _Shards:
         self._model = model
         self._shards = shards
 
-    def check(self, reader: SavedReader, saved: Section, sources: Mapping[str, str]) -> None:
-        _check(reader, saved, {name: (source, self._shards[name].region) for name, source in sources.items()})
+    def check(self, reader: SavedReader, saved: Section, found: Match) -> None:
+        _check(reader, saved, {name: (source, self._shards[name].region) for name, source in found.sources.items()})
 
     def optimizer_load(
-        self, reader: SavedReader, saved: Section, optimizer: torch.optim.Optimizer
+        self, reader: SavedReader, saved: Section, found: Match, optimizer: torch.optim.Optimizer
     ) -> Callable[[], None]:
         parameters = bare_parameters(self._model)
         in_pieces = shows_pieces(parameters, self._shards)
 
         def tensor_for(name: str, source: str) -> torch.Tensor:
             info = saved.tensors[source]
-            target = _state_tensor(name, parameters[name], self._shards[name], info, in_pieces=in_pieces)
+            dtype = found.state_dtype(name, info)
+            target = _state_tensor(name, parameters[name], self._shards[name], info, dtype, in_pieces=in_pieces)
             reader.fill(_state_shard(target, self._shards[name], info), source, info)
             return target
 
         with ranks.agreement(CheckpointError):
-            state = _state(saved, tensor_for)
-            groups = decode(saved.values["param_groups"], lambda source: reader.whole(source, saved.tensors[source]))
+            state, groups = _values(saved, reader, tensor_for)
         return lambda: load_named_state(optimizer, parameters, state, groups)
 
-    def load_model(self, reader: SavedReader, saved: Section, sources: Mapping[str, str]) -> None:
+    def load_model(self, reader: SavedReader, saved: Section, found: Match) -> None:
         with ranks.agreement(CheckpointError):
-            for name, source in sources.items():
+            for name, source in found.sources.items():
                 try:
                     reader.fill(self._shards[name], source, saved.tensors[source])
                 except CheckpointError as error:
@@ -105,27 +107,36 @@ class _StateDicts:
 
             self._mesh = init_device_mesh(device, (ranks.world_size(),))
 
-    def check(self, reader: SavedReader, saved: Section, sources: Mapping[str, str]) -> None:
-        _check(reader, saved, {name: (each, Region.whole(saved.tensors[each].shape)) for name, each in sources.items()})
+    def check(self, reader: SavedReader, saved: Section, found: Match) -> None:
+        _check(
+            reader,
+            saved,
+            {name: (each, Region.whole(saved.tensors[each].shape)) for name, each in found.sources.items()},
+        )
 
     def optimizer_load(
-        self, reader: SavedReader, saved: Section, optimizer: torch.optim.Optimizer
+        self, reader: SavedReader, saved: Section, found: Match, optimizer: torch.optim.Optimizer
     ) -> Callable[[], None]:
+        def tensor_for(name: str, source: str) -> torch.Tensor:
+            info = saved.tensors[source]
+            return self._read(reader, source, info, found.state_dtype(name, info))
+
         with ranks.agreement(CheckpointError):
-            state = _state(saved, lambda _, source: self._read(reader, source, saved.tensors[source]))
-            groups = decode(saved.values["param_groups"], lambda source: reader.whole(source, saved.tensors[source]))
+            state, groups = _values(saved, reader, tensor_for)
         state_dict = {"state": state, "param_groups": groups}
         return lambda: self._strategy.load_optimizer_state_dict(
             self._model, optimizer, state_dict, StateDictType.SHARDED
         )
 
-    def load_model(self, reader: SavedReader, saved: Section, sources: Mapping[str, str]) -> None:
+    def load_model(self, reader: SavedReader, saved: Section, found: Match) -> None:
         batch: dict[str, Any] = {}
         size = 0
-        for name, source in sources.items():
+        for name, source in found.sources.items():
             info = saved.tensors[source]
             with ranks.agreement(CheckpointError):
-                batch[name] = self._read(reader, source, info)
+                # In the model's dtype already, so that what that has no room for is found.
+                _, dtype = found.converted.get(name, ("", info.dtype))
+                batch[name] = self._read(reader, source, info, dtype_named(dtype))
             size += info.nbytes
             if size >= BATCH:
                 self._strategy.load_model_state_dict(self._model, batch, StateDictType.SHARDED)
@@ -133,33 +144,33 @@ class _StateDicts:
         if batch:
             self._strategy.load_model_state_dict(self._model, batch, StateDictType.SHARDED)
 
-    def _read(self, reader: SavedReader, source: str, info: SavedTensor) -> torch.Tensor:
+    def _read(self, reader: SavedReader, source: str, info: SavedTensor, dtype: torch.dtype) -> torch.Tensor:
         if self._mesh is None or not info.shape:
-            return reader.whole(source, info)
+            return reader.whole(source, info, dtype)
         from torch.distributed.tensor import Shard, empty
 
-        target = empty(info.shape, dtype=dtype_named(info.dtype), device_mesh=self._mesh, placements=[Shard(0)])
+        target = empty(info.shape, dtype=dtype, device_mesh=self._mesh, placements=[Shard(0)])
         reader.fill(LocalShard.of(target), source, info)
         return target
 
 
-def _state(saved: Section, tensor_for: Callable[[str, str], torch.Tensor]) -> dict[str, dict[str, Any]]:
-    """Return an optimizer's saved state, with the tensors that a function returns for a parameter and a saved name."""
-    return {
-        name: {key: decode(node, partial(tensor_for, name)) for key, node in entries.items()}
-        for name, entries in saved.values["state"].items()
-    }
+def _values(
+    saved: Section, reader: SavedReader, tensor_for: Callable[[str, str], torch.Tensor]
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Return an optimizer's saved state and groups, with the tensors of a function for a parameter and a saved name."""
+    values = OptimizerValues.of(saved.values)
+    state = {name: decode_each(entries, partial(tensor_for, name)) for name, entries in values.state.items()}
+    return state, values.groups(lambda source: reader.whole(source, saved.tensors[source]))
 
 
 def _state_tensor(
-    name: str, parameter: torch.Tensor, shard: LocalShard, info: SavedTensor, *, in_pieces: bool
+    name: str, parameter: torch.Tensor, shard: LocalShard, info: SavedTensor, dtype: torch.dtype, *, in_pieces: bool
 ) -> torch.Tensor:
     """Return an empty tensor for a part of a parameter's state: laid out as the parameter, if it has its shape.
 
     Raises:
         CheckpointError: it says something about a whole parameter that this rank has no view of.
     """
-    dtype = dtype_named(info.dtype)
     if info.shape == shard.shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     if is_dtensor(parameter) and info.shape:

@@ -16,6 +16,8 @@ from parallel_core.errors import CheckpointError
 
 TENSOR = "$tensor"
 
+_TOO_DEEP = "nested too deep: lists in lists, or dicts in dicts"
+
 Keep = Callable[[str, Any], str]
 """Called with the place of a tensor in the state and the tensor; returns the name it is kept under."""
 
@@ -23,14 +25,23 @@ Keep = Callable[[str, Any], str]
 def encode(value: Any, where: str, keep: Keep | None = None) -> Any:
     """Return a value as JSON can say it.
 
+    A dict by names of somebody else's is encoded name by name: one of them may begin with `$`.
+
     Args:
         value: made of dicts, lists, tuples, numbers, strings, bytes and None, with tensors among them.
         where: what errors call the value.
         keep: keeps the tensors; without it they are refused.
 
     Raises:
-        CheckpointError: there is something else in it.
+        CheckpointError: there is something else in it, or it is nested deeper than Python goes.
     """
+    try:
+        return _encoded(value, where, keep)
+    except RecursionError:
+        raise CheckpointError(f"{where}: {_TOO_DEEP}") from None
+
+
+def _encoded(value: Any, where: str, keep: Keep | None) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -46,17 +57,17 @@ def encode(value: Any, where: str, keep: Keep | None = None) -> Any:
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, list):
-        return [encode(item, f"{where}[{index}]", keep) for index, item in enumerate(value)]
+        return [_encoded(item, f"{where}[{index}]", keep) for index, item in enumerate(value)]
     if type(value) is tuple:
-        return {"$tuple": [encode(item, f"{where}[{index}]", keep) for index, item in enumerate(value)]}
+        return {"$tuple": [_encoded(item, f"{where}[{index}]", keep) for index, item in enumerate(value)]}
     if isinstance(value, Mapping):
-        pairs = [(key, encode(item, f"{where}[{key!r}]", keep)) for key, item in value.items()]
+        pairs = [(key, _encoded(item, f"{where}[{key!r}]", keep)) for key, item in value.items()]
         for key in value:
-            encode(key, f"{where}: the key {key!r}")
+            _encoded(key, f"{where}: the key {key!r}", None)
         if type(value) is not Counter and all(type(key) is str and not key.startswith("$") for key, _ in pairs):
             return dict(pairs)
         kind = "$counter" if type(value) is Counter else "$dict"
-        return {kind: [[encode(key, f"{where}: the key {key!r}"), item] for key, item in pairs]}
+        return {kind: [[_encoded(key, f"{where}: the key {key!r}", None), item] for key, item in pairs]}
     if keep is not None and _is_tensor(value):
         return {TENSOR: keep(where, value)}
     hint = "; call .tolist() or .item()" if _is_tensor(value) or hasattr(value, "tolist") else ""
@@ -76,29 +87,41 @@ def decode(node: Any, tensor: Callable[[str], Any] | None = None) -> Any:
     Raises:
         CheckpointError: `encode` does not return such a thing.
     """
+    try:
+        return _decoded(node, tensor)
+    except RecursionError:
+        raise CheckpointError(_TOO_DEEP) from None
+
+
+def decode_each(nodes: Mapping[str, Any] | None, tensor: Callable[[str], Any] | None = None) -> dict[str, Any]:
+    """Return the values that `encode` was given one by one, by the names that they have."""
+    return {name: decode(node, tensor) for name, node in (nodes or {}).items()}
+
+
+def _decoded(node: Any, tensor: Callable[[str], Any] | None) -> Any:
     if isinstance(node, list):
-        return [decode(item, tensor) for item in node]
+        return [_decoded(item, tensor) for item in node]
     if not isinstance(node, dict):
         return node
     kind = next(iter(node), "")
     if len(node) != 1 or not kind.startswith("$"):
-        return {key: decode(item, tensor) for key, item in node.items()}
+        return {key: _decoded(item, tensor) for key, item in node.items()}
     content = node[kind]
     try:
         match kind:
-            case "$tensor" if tensor is not None:
+            case "$tensor" if tensor is not None and isinstance(content, str):
                 return tensor(content)
             case "$float":
                 return float(content)
             case "$bytes":
                 return base64.b64decode(content, validate=True)
             case "$tuple":
-                return tuple(decode(item, tensor) for item in content)
+                return tuple([_decoded(item, tensor) for item in content])
             case "$dict":
-                return {decode(key): decode(item, tensor) for key, item in content}
+                return {_decoded(key, None): _decoded(item, tensor) for key, item in content}
             case "$counter":
-                return Counter({decode(key): item for key, item in content})
-    except (TypeError, ValueError) as error:
+                return Counter({_decoded(key, None): _decoded(item, tensor) for key, item in content})
+    except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{kind} with {content!r:.80}: {error}") from error
     raise CheckpointError(f"{kind!r} stands for nothing that this version knows")
 
@@ -111,7 +134,12 @@ def tensor_names(node: Any) -> list[str]:
         return []
     if set(node) == {TENSOR}:
         return [node[TENSOR]]
-    return [name for item in node.values() for name in tensor_names(item)]
+    return tensor_names_of_each(node)
+
+
+def tensor_names_of_each(nodes: Mapping[str, Any] | None) -> list[str]:
+    """Return the names of the tensors that values refer to, whatever names they have themselves."""
+    return [name for node in (nodes or {}).values() for name in tensor_names(node)]
 
 
 def _is_tensor(value: object) -> bool:

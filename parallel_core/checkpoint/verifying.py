@@ -11,6 +11,7 @@ from parallel_core.checkpoint.folder import standing
 from parallel_core.checkpoint.manifest import MANIFEST, Manifest, SavedFile, Section, is_intact
 from parallel_core.checkpoint.opening import INDEX, Saved, hash_of, header_of, open_saved, read_index, weight_files
 from parallel_core.checkpoint.safetensors_format import TensorInfo, stored
+from parallel_core.checkpoint.untrusted import read_file, size_of
 from parallel_core.errors import CheckpointError
 
 Told = Callable[[int, int], None]
@@ -49,11 +50,7 @@ def verify(path: str | os.PathLike[str], told: Told = nobody) -> Verdict:
     folder = standing(Path(path).absolute())
     if folder.exists() and not (folder / MANIFEST).exists():
         return _verify_weights(folder)
-    try:
-        text = (folder / MANIFEST).read_bytes()
-    except OSError:
-        text = None  # opening says what is wrong with it
-    if text is not None and not is_intact(text):
+    if (folder / MANIFEST).is_file() and not is_intact(read_file(folder / MANIFEST)):
         reason = "it is not as it was written, so there is nothing to compare the other files with"
         return Verdict({MANIFEST: reason})
     verdict = verify_files(open_saved(path), told)
@@ -89,17 +86,14 @@ def _problem(
 ) -> str | None:
     """Return what is wrong with a file, or None."""
     try:
-        size = path.stat().st_size
-        if size != file.size:
+        if (size := size_of(path)) != file.size:
             return f"it has {size} bytes, and was saved with {file.size}"
         if file.sha256 is not None and hash_of(path, told) != file.sha256:
             return "its content is not what was saved"
         if path.suffix == ".safetensors":
             return next(_differing(path, expected), None)
-    except OSError as error:
-        return f"it can't be read: {error.strerror}"
     except CheckpointError as error:
-        return str(error)
+        return str(error).replace(f"{path} can't", "it can't")
     return None
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from parallel_core.cli import checkpoint
-from parallel_core.cli.printing import print_table
+from parallel_core.cli.printing import print_table, printed
 from parallel_core.config import trace_config
 from parallel_core.errors import ParallelCoreError
 from parallel_core.registry import describe_installed
@@ -28,8 +28,8 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
-    0; 1 where a checkpoint is damaged, or two of them differ; 2 where what it is given is not valid; 130 where it was
-    interrupted.
+    0; 1 where a checkpoint is damaged, or two of them differ; 2 where what it is given is not valid, or what it prints
+    can't be written; 130 where it was interrupted.
     """
     parser = _parser()
     # argparse gives up on settings that stand after an option that stands after the file.
@@ -37,15 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(argument.startswith("-") or options.command != "config" for argument in rest):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        match options.command:
-            case "strategies":
-                show_strategies()
-            case "config":
-                show_config([*options.settings, *rest], options.table)
-            case "new-strategy":
-                new_strategy(options.name, options.folder)
-            case "checkpoint":
-                return int(options.run(options))
+        with printed():
+            match options.command:
+                case "strategies":
+                    show_strategies()
+                case "config":
+                    show_config([*options.settings, *rest], options.table)
+                case "new-strategy":
+                    new_strategy(options.name, options.folder)
+                case "checkpoint":
+                    return int(options.run(options))
     except ParallelCoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -6,6 +6,7 @@ import argparse
 import math
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -161,7 +162,7 @@ def _size(text: str) -> int:
     """Return the number of bytes that `5GB` or `500MiB` means."""
     units = {unit.lower(): factor for unit, factor in _UNITS.items()}
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]*)", text.strip().lower())
-    nbytes = int(float(found[1]) * units[found[2]]) if found is not None and found[2] in units else 0
+    nbytes = int(Decimal(found[1]) * units[found[2]]) if found is not None and found[2] in units else 0
     if nbytes < 1:
         raise argparse.ArgumentTypeError(
             f"expected a number of bytes, with a unit of {', '.join(unit for unit in _UNITS if unit)}: found {text!r}"

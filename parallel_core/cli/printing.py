@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -10,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+from parallel_core.errors import ParallelCoreError
 
 _WIDEST = 10_000  # columns of a table that goes to a file or another command
 
@@ -30,6 +34,25 @@ def print_table(header: Iterable[str], rows: Iterable[Iterable[str]], *, title: 
     if title:
         console.print(Text(f"\n{title}", style="bold"))
     console.print(table)
+
+
+@contextmanager
+def printed() -> Iterator[None]:
+    """Run a block that prints, in whatever letters stdout has, to the end of it.
+
+    Raises:
+        ParallelCoreError: stdout takes no more: a full disk, or a command behind a pipe that has ended.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None:  # another file than stdout
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
+        raise ParallelCoreError(f"the output can't be written: {error.strerror}") from error
 
 
 def printable(text: str) -> str:

@@ -190,14 +190,14 @@ def test_inspect_puts_many_tensors_and_files_that_are_alike_into_one_line(
         for layer in range(100)
         for name, shape in {"weight": (64, 32), "bias": (64,), f"w{layer}": (1,)}.items()
     }
-    files = tuple(SavedFile(f"model-rank-{index:05}-of-00100.safetensors", 100) for index in range(100))
+    files = tuple(SavedFile(f"model-rank-{index:05}-of-00100.safetensors", 10_000) for index in range(100))
     origin = Origin("'mine' (mine 1.0)")
     manifest = Manifest(
         state_dict_type="sharded", world_size=100, saved_at=0, origin=origin, files=files, model=Section(tensors)
     )
     write_manifest(tmp_path, manifest)
     _, out, _ = command("inspect", tmp_path)
-    assert "model-rank-*-of-*.safetensors  100  10.0 kB" in out.splitlines()
+    assert "model-rank-*-of-*.safetensors  100  1.0 MB" in out.splitlines()
     assert "layers.*.weight  100  bfloat16  [64, 32]  409.6 kB  1" in out.splitlines()
     assert "layers.7.w7  1  bfloat16  [1]  2 bytes  1" in out.splitlines()  # no number of a layer: the weights differ
     _, out, _ = command("inspect", tmp_path, "--all")
