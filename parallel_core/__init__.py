@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         RankError,
         StateDictError,
         StrategyError,
+        TrainingError,
         WrapError,
     )
     from parallel_core.hookspecs import StateDictType, hookimpl
@@ -84,6 +85,7 @@ _HOMES = {
         "RankError",
         "StateDictError",
         "StrategyError",
+        "TrainingError",
         "WrapError",
     ),
     "hookspecs": ("StateDictType", "hookimpl"),
@@ -139,6 +141,7 @@ __all__ = [  # noqa: RUF022  # in the order of a training script, then of a stra
     "ConfigError",
     "StrategyError",
     "WrapError",
+    "TrainingError",
     "StateDictError",
     "CheckpointError",
     "ProcessGroupError",

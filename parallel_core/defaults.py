@@ -134,6 +134,11 @@ def no_sync() -> AbstractContextManager[None]:
 
 
 @hookimpl
+def has_unsynchronised_gradients() -> bool:
+    return False
+
+
+@hookimpl
 def grad_scaler(model: nn.Module) -> torch.amp.GradScaler:
     import torch
 

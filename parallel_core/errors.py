@@ -13,6 +13,7 @@ __all__ = [
     "RankError",
     "StateDictError",
     "StrategyError",
+    "TrainingError",
     "WrapError",
     "did_you_mean",
 ]
@@ -44,6 +45,10 @@ class StrategyError(ParallelCoreError):
 
 class WrapError(ParallelCoreError):
     """A model or an optimizer can't be wrapped as the configuration asks; nothing has been changed."""
+
+
+class TrainingError(ParallelCoreError):
+    """A training step would go wrong without a word, so it is not made; the parameters are as they were."""
 
 
 class StateDictError(ParallelCoreError):

@@ -218,6 +218,16 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 
 
 @hookspec(firstresult=True)
+def has_unsynchronised_gradients(model: nn.Module) -> bool:
+    """Return whether a backward pass under `no_sync` is still waiting for the one that communicates.
+
+    When: before gradients are clipped and before each step, where True is a `TrainingError`; so it must be cheap.
+    Must: answer alike on every rank, as ranks that run alike do; forget what was zeroed. Must not: communicate.
+    Returns: by default False.
+    """
+
+
+@hookspec(firstresult=True)
 def grad_scaler(model: nn.Module) -> torch.amp.GradScaler:
     """Return the gradient scaler to train with: enabled for fp16, disabled where none is needed.
 

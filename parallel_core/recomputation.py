@@ -37,7 +37,9 @@ def recompute_units(model: nn.Module, units: Sequence[Unit]) -> list[nn.Module]:
             # Only where there are buffers: the compiler takes no context of our own into a recomputed part.
             has_buffers = any(True for _ in module.buffers())
             options: dict[str, Any] = {"context_fn": partial(_contexts, module)} if has_buffers else {}
+            is_training = module.training
             module = checkpoint_wrapper(module, **options)
+            module.training = is_training  # the wrapper's own; a call of train() would reach the module inside
             parent, _, child = unit.name.rpartition(".")
             setattr(model.get_submodule(parent), child, module)
         standing.append(module)

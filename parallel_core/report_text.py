@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from parallel_core.report import ReportedUnit, WrapReport
 
 MOST_LINES = 12  # of units: with more lines than this nobody sees the other facts
+MOST_NAMES = 6  # of one tied parameter
 MOST_RANKS = 8  # told one by one
 WIDTH = 100  # of a line of settings, in characters
 
@@ -25,7 +26,7 @@ def report_text(report: WrapReport) -> str:
         *_block("values", [f"from {report.values}"]),
         *_block("units", _folded(report.units) if report.units else ["none: the root is all of the model"]),
         *_block("root", [_told_root(report.root)]),
-        *_block("tied", [" = ".join(group) for group in report.tied]),
+        *_block("tied", _folded_ties(report.tied)),
         *_block("held", _told_held(report.held, report.devices, report.nbytes)),
     ]
     return "\n".join(lines)
@@ -74,6 +75,26 @@ def _folded(units: tuple[ReportedUnit, ...]) -> list[str]:
         return lines
     rest = list(kinds.values())[MOST_LINES:]
     return [*lines[:MOST_LINES], f"and {sum(map(len, rest))} more units"]
+
+
+def _folded_ties(tied: tuple[tuple[str, ...], ...]) -> list[str]:
+    """Return a line for each kind of tied parameter: with the same names but for the numbers in them."""
+    kinds: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for group in tied:
+        kinds.setdefault(tuple(re.sub(r"\b\d+\b", "*", name) for name in group), []).append(group)
+    lines = [
+        _told_tie(groups[0]) + (f" ... {_told_tie(groups[-1])}: {len(groups)} parameters" if len(groups) > 1 else "")
+        for groups in kinds.values()
+    ]
+    if len(lines) <= MOST_LINES:
+        return lines
+    rest = list(kinds.values())[MOST_LINES:]
+    return [*lines[:MOST_LINES], f"and {sum(map(len, rest))} more parameters"]
+
+
+def _told_tie(names: tuple[str, ...]) -> str:
+    more = f" = ... and {len(names) - MOST_NAMES} more names" if len(names) > MOST_NAMES else ""
+    return " = ".join(names[:MOST_NAMES]) + more
 
 
 def _told_held(held: tuple[int, ...], devices: tuple[str, ...], nbytes: int) -> list[str]:

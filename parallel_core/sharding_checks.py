@@ -7,7 +7,8 @@ For strategy authors: with a config that is a `parallel_core.sharding_config.Sha
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, ValuesView
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from parallel_core import ranks
 from parallel_core.names import bare_names, uncompiled, unwrapped
 from parallel_core.sharding import plan, shard_size
 from parallel_core.sharding_config import ShardingConfig
+from parallel_core.tensor_checks import tensor_problems
 from parallel_core.units import Unit, has_forward, layer_problems, root_unit
 
 __all__ = ["problems"]
@@ -31,7 +33,6 @@ def problems(
     strategy: str,
     *,
     one_dtype: bool = True,
-    empty: bool = True,
     contiguous: bool = False,
 ) -> Iterator[str]:
     """Yield what would make the wrap, or the first step, fail; the answer to the hook `check_model`.
@@ -42,7 +43,6 @@ def problems(
         device: where this rank trains.
         strategy: the strategy's name, the prefix of the settings in the messages.
         one_dtype: whether all parameters of a unit must have one dtype; otherwise those that train must.
-        empty: whether a parameter may have no elements.
         contiguous: whether a parameter must be contiguous.
     """
     for name, module in model.named_modules():
@@ -57,7 +57,9 @@ def problems(
     if config.activation_checkpointing:
         yield from _checkpointing_problems(model, units, strategy)
     yield from layer_problems(model, config.wrap_layers, f"{strategy}_wrap_layers")
-    yield from _parameter_problems(model, device, strategy, empty=empty, contiguous=contiguous)
+    yield from tensor_problems(model)
+    yield from _parameter_problems(model, device, strategy, contiguous=contiguous)
+    yield from _holder_problems(model, strategy)
     for unit in (*units, root_unit(model, units)):
         by_dtype: dict[torch.dtype, str] = {}
         for name, parameter in unit.parameters.items():
@@ -122,9 +124,7 @@ def _served_devices() -> Iterable[str]:
     return [entry.partition(":")[0] for entry in _backends().split(",")]
 
 
-def _parameter_problems(
-    model: nn.Module, device: torch.device, strategy: str, *, empty: bool, contiguous: bool
-) -> Iterator[str]:
+def _parameter_problems(model: nn.Module, device: torch.device, strategy: str, *, contiguous: bool) -> Iterator[str]:
     for name, module in model.named_modules():
         if getattr(module, "sparse", None) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             yield f"{name or 'the model'!r} makes sparse gradients, and {strategy} reduces dense ones; set sparse=False"
@@ -136,15 +136,41 @@ def _parameter_problems(
                 f"parameter {name!r} has dtype {_named(parameter.dtype)}, and {strategy} shards floating point only; "
                 f"make it a buffer"
             )
-        if not parameter.numel() and not empty:
+        if not parameter.numel():
             yield f"parameter {name!r} has no elements, and {strategy} can't cut it; leave it out"
-        if not parameter.is_contiguous() and contiguous:
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            yield (
+                f"parameter {name!r} has a hook for its gradient, which {strategy} would drop, as another tensor takes "
+                f"its place; register it after the wrap"
+            )
+        if contiguous and parameter.layout is torch.strided and not parameter.is_contiguous():
             yield (
                 f"parameter {name!r} of shape {list(parameter.shape)} is not contiguous, and {strategy} can't cut it; "
                 f"make it so: parameter.data = parameter.data.contiguous()"
             )
         if parameter.device.type not in ("cpu", "meta", device.type):
             yield f"parameter {name!r} lies on {parameter.device}, and this rank trains on {device}; move it there"
+
+
+def _holder_problems(model: nn.Module, strategy: str) -> Iterator[str]:
+    """Yield where a module keeps a parameter beside those that torch knows of: it would go on with what it was."""
+    own = {parameter: name for name, parameter in model.named_parameters()}
+    known = vars(nn.Module())
+    for name, module in model.named_modules():
+        kind: Any = type(module)
+        if kind.__setattr__ is not nn.Module.__setattr__:
+            continue  # told of each parameter that is set, as torch's recurrent layers are, who keep a list up to date
+        for attribute, value in vars(module).items():
+            if attribute in known:
+                continue
+            values = value.values() if isinstance(value, dict) else value
+            kept = values if isinstance(values, list | tuple | set | ValuesView) else (values,)
+            found = next((own[item] for item in kept if isinstance(item, nn.Parameter) and item in own), None)
+            if found is not None:
+                yield (
+                    f"{name or 'the model'!r} keeps parameter {found!r} in its attribute {attribute!r} too, where "
+                    f"{strategy} can't put its shard; reach it through the module that owns it, or use nn.ParameterList"
+                )
 
 
 def _named(dtype: torch.dtype) -> str:

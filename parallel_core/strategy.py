@@ -201,6 +201,10 @@ class Strategy:
         context: AbstractContextManager[None] = self._hooks.no_sync(model=model)
         return self._expect(AbstractContextManager, "no_sync", context)  # type: ignore[type-abstract]  # for isinstance
 
+    def has_unsynchronised_gradients(self, model: nn.Module) -> bool:
+        answer = self._hooks.has_unsynchronised_gradients(model=model)
+        return self._expect(bool, "has_unsynchronised_gradients", answer)
+
     def grad_scaler(self, model: nn.Module) -> torch.amp.GradScaler:
         from torch.amp import GradScaler
 

@@ -15,11 +15,11 @@ from torch import nn
 from parallel_core import ranks
 from parallel_core.answering import answering, settled
 from parallel_core.config import DistributedConfigBase
-from parallel_core.errors import WrapError
+from parallel_core.errors import TrainingError, WrapError
 from parallel_core.record import Record, attach
 from parallel_core.report import measured_report
 from parallel_core.starting import FirstValues, start_bare
-from parallel_core.strategy import bare_model_strategy, bound_strategy
+from parallel_core.strategy import Strategy, bare_model_strategy, bound_strategy
 from parallel_core.wrapping import (
     check_alike,
     check_not_forgotten,
@@ -89,6 +89,8 @@ def wrap_model_for_training(
 def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer to train with, made ready by the model's strategy.
 
+    Its step raises a `TrainingError` where gradients were accumulated under `no_sync` and never synchronised.
+
     Raises:
         WrapError: the optimizer was made before the wrap, holds parameters that are not the model's, or is another one
             on another rank; the same error on every rank.
@@ -104,6 +106,7 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
     if record is not None:
         # A forward between the backward and the step may have left something gathered, which a step makes out of date.
         answer.register_step_pre_hook(lambda *_: strategy.settle(model))
+        answer.register_step_pre_hook(lambda *_: _check_synchronised(strategy, model))
     return answer
 
 
@@ -112,8 +115,12 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) ->
 
     Returns:
         The norm before clipping: a plain tensor without dimensions, the same on every rank.
+
+    Raises:
+        TrainingError: gradients were accumulated under `no_sync` and never synchronised.
     """
     _, strategy, model = settled(model)
+    _check_synchronised(strategy, model)
     return strategy.clip_grad_norm(model, float(max_norm), float(norm_type))
 
 
@@ -136,3 +143,12 @@ def data_parallel(model: nn.Module) -> tuple[int, int]:
     """Return `(index, count)`: this rank reads share `index` of the data cut into `count`."""
     _, strategy, model = answering(model)
     return strategy.data_parallel(model)
+
+
+def _check_synchronised(strategy: Strategy, model: nn.Module) -> None:
+    """Refuse gradients that are not the mean over the ranks; not a collective, as every rank finds the same."""
+    if strategy.has_unsynchronised_gradients(model):
+        raise TrainingError(
+            "gradients were accumulated under no_sync and never synchronised; run the last micro-batch outside of "
+            "no_sync, or zero the gradients"
+        )

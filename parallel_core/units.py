@@ -107,7 +107,12 @@ def layer_problems(model: nn.Module, classes: Collection[str], field: str) -> It
     """
     modules = {name: module for name, module in model.named_modules() if name}
     class_of = {name: type(unwrapped(module)).__name__ for name, module in modules.items()}
-    units = choose_units(model, sys.maxsize, classes=classes)
+    held: dict[str, set[nn.Parameter]] = {}  # by the units at a path and below it
+    for unit in choose_units(model, sys.maxsize, classes=classes):
+        path = unit.name
+        while path:
+            held.setdefault(path, set()).update(unit.parameters.values())
+            path = path.rpartition(".")[0]
     for wanted in classes:
         found = [name for name in modules if class_of[name] == wanted]
         if not found:
@@ -119,9 +124,8 @@ def layer_problems(model: nn.Module, classes: Collection[str], field: str) -> It
         elif all(next(modules[name].parameters(), None) is None for name in found):
             yield f"{field} names {wanted!r}, and no module of this class has parameters; leave it out"
         for name in found:
-            inside = [unit for unit in units if f"{unit.name}.".startswith(f"{name}.")]
-            held = {parameter for unit in inside for parameter in unit.parameters.values()}
-            left = [own for own, parameter in modules[name].named_parameters() if parameter not in held]
+            in_units = held.get(name, set())
+            left = [own for own, parameter in modules[name].named_parameters() if parameter not in in_units]
             if left:
                 yield (
                     f"{field} names {wanted!r}, and {name!r} can't be a unit: it is a container without forward, "

@@ -24,7 +24,7 @@ from parallel_core.strategy import Strategy, available_strategies, bound_strateg
 HOOKS = (
     "strategy_config, applies, plan_units, check_model, wrap_model, wrap_meta_model, wrap_optimizer, settle, "
     "model_state_dict, load_model_state_dict, optimizer_state_dict, load_optimizer_state_dict, "
-    "local_shards, clip_grad_norm, no_sync, grad_scaler, data_parallel"
+    "local_shards, clip_grad_norm, no_sync, has_unsynchronised_gradients, grad_scaler, data_parallel"
 )
 
 

@@ -42,6 +42,7 @@ def test_the_hooks_are_these() -> None:
         "local_shards",
         "clip_grad_norm",
         "no_sync",
+        "has_unsynchronised_gradients",
         "grad_scaler",
         "data_parallel",
     ]

@@ -24,7 +24,7 @@ ORDER = [
     ["strategy_config"],
     ["sharding_config"],
     ["names", "ranks", "optimizer_state"],
-    ["units"],
+    ["units", "tensor_checks"],
     ["recomputation"],
     ["sharding"],
     ["sharding_checks"],
@@ -65,6 +65,7 @@ FOR_STRATEGY_AUTHORS = {
     "sharding",
     "sharding_checks",
     "sharding_config",
+    "tensor_checks",
     "tensors",
     "units",
 }

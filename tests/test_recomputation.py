@@ -72,3 +72,10 @@ def test_a_unit_that_is_in_a_wrapper_already_stays_in_it_alone() -> None:
     model = CASES["blocks"].build()
     once = recompute_units(model, choose_units(model, 174))
     assert recompute_units(model, choose_units(model, 174)) == once
+
+
+def test_the_wrapper_is_in_the_mode_of_what_is_inside() -> None:
+    model = CASES["blocks"].build()
+    model.get_submodule("blocks.1").eval()
+    recomputed(model, 174)
+    assert [model.get_submodule(f"blocks.{index}").training for index in range(3)] == [True, False, True]

@@ -173,6 +173,22 @@ def test_units_that_are_all_different_are_cut_off_with_their_number() -> None:
     assert lines[14:16] == ["              part_l: 11", "              and 8 more units"]
 
 
+def test_tied_parameters_are_folded_as_units_are_and_many_names_cut_off() -> None:
+    layers = tuple((f"layers.{index}.a", f"layers.{index}.b") for index in range(1000))
+    everywhere = tuple(f"layers.{index}.scale" for index in range(2000))
+    lines = str(of(tied=(("embed.weight", "head.weight"), *layers, everywhere))).splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("  tied"))
+    scales = " = ".join(everywhere[:6])
+    assert lines[first : first + 3] == [
+        "  tied        embed.weight = head.weight",
+        "              layers.0.a = layers.0.b ... layers.999.a = layers.999.b: 1000 parameters",
+        f"              {scales} = ... and 1994 more names",
+    ]
+    unlike = tuple((f"{letter}.x", f"{letter}.y") for letter in "abcdefghijklmnopqrstuvwxyz")
+    lines = str(of(tied=unlike)).splitlines()
+    assert lines[-2] == "              and 14 more parameters"
+
+
 def test_units_in_blocks_are_folded_by_what_they_are(wrap: Callable[..., nn.Module]) -> None:
     units = tuple(
         ReportedUnit(f"h.{index}.{part}", (), size) for index in range(3) for part, size in (("attn", 70), ("mlp", 90))

@@ -70,3 +70,59 @@ def test_what_a_bare_model_lacks_is_named() -> None:
     asked = ShardingConfig(cpu_offload=True, activation_checkpointing=True)
     assert list(asked.lost_if_declined()) == ["mixed_precision", "cpu_offload", "activation_checkpointing"]
     assert list(ShardingConfig(mixed_precision="fp32").lost_if_declined()) == []
+
+
+class Keeper(nn.Module):
+    """Keeps a parameter beside the module that owns it."""
+
+    def __init__(self, **kept: object) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        for name, make in kept.items():
+            vars(self)[name] = make(self.layer.weight) if callable(make) else make
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+@pytest.mark.parametrize(
+    "keep", [lambda weight: weight, lambda weight: [1, weight], lambda weight: {"w": weight}, lambda weight: (weight,)]
+)
+def test_a_parameter_that_a_module_keeps_elsewhere_too_is_named(keep: Any) -> None:
+    (found,) = problems(nn.Sequential(Keeper(kept=keep)))
+    assert found == (
+        "'0' keeps parameter '0.layer.weight' in its attribute 'kept' too, where mine can't put its shard; reach it "
+        "through the module that owns it, or use nn.ParameterList"
+    )
+
+
+def test_other_things_in_attributes_and_the_lists_of_recurrent_layers_are_no_problem() -> None:
+    strange = nn.Parameter(torch.ones(2))  # of another model
+    model = nn.Sequential(Keeper(kept=[strange], number=3, names={"a": "b"}), nn.LSTM(2, 2))
+    assert problems(model) == []
+
+
+def test_a_hook_for_a_gradient_is_a_problem_until_it_is_removed() -> None:
+    model = nn.Linear(2, 2)
+    handles = [
+        model.weight.register_hook(lambda gradient: gradient),
+        model.bias.register_post_accumulate_grad_hook(lambda parameter: None),
+    ]
+    assert [found.split(",")[0] for found in problems(model)] == [
+        "parameter 'weight' has a hook for its gradient",
+        "parameter 'bias' has a hook for its gradient",
+    ]
+    for handle in handles:
+        handle.remove()
+    assert problems(model) == []
+
+
+def test_what_no_strategy_can_send_is_a_problem_too() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("near", torch.eye(2).to_sparse())
+    model.register_parameter("sparse", nn.Parameter(torch.eye(2).to_sparse()))
+    model.register_parameter("nothing", nn.Parameter(torch.ones(0, 2)))
+    found = problems(model)
+    assert [each.split(" is ")[0] for each in found[:2]] == ["parameter 'sparse'", "buffer 'near'"]
+    assert found[2:] == ["parameter 'nothing' has no elements, and mine can't cut it; leave it out"]

@@ -78,6 +78,7 @@ CALLS: dict[str, Callable[[Strategy], Any]] = {
     "optimizer_state_dict": lambda strategy: strategy.optimizer_state_dict(MODEL, OPTIMIZER, FULL),
     "clip_grad_norm": lambda strategy: strategy.clip_grad_norm(MODEL, 1.0, 2.0),
     "no_sync": lambda strategy: strategy.no_sync(MODEL),
+    "has_unsynchronised_gradients": lambda strategy: strategy.has_unsynchronised_gradients(MODEL),
     "grad_scaler": lambda strategy: strategy.grad_scaler(MODEL),
     "data_parallel": lambda strategy: strategy.data_parallel(MODEL),
 }
@@ -92,6 +93,7 @@ EXPECTED = {
     "optimizer_state_dict": "dict",
     "clip_grad_norm": "Tensor",
     "no_sync": "AbstractContextManager",
+    "has_unsynchronised_gradients": "bool",
     "grad_scaler": "GradScaler",
     "data_parallel": "tuple",
 }
@@ -106,6 +108,7 @@ RIGHT = {
     "optimizer_state_dict": {"state": {}},
     "clip_grad_norm": torch.tensor(1.0),
     "no_sync": nullcontext(),
+    "has_unsynchronised_gradients": True,
     "grad_scaler": torch.amp.GradScaler("cpu", enabled=False),
     "data_parallel": (0, 1),
 }

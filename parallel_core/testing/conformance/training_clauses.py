@@ -90,7 +90,7 @@ class TrainingClauses(Declaration):
             assert [after for _, _, after in found] == pytest.approx([0.1] * 3, abs=1e-4)
 
     def test_accumulates_the_gradient_of_the_whole_batch(self, ranks: Ranks, world_size: int) -> None:
-        """Micro-batches under no_sync, and one outside, make the step of their sum."""
+        """Micro-batches under no_sync, and one outside, make the step of their sum, without what was zeroed before."""
         self.needs(Capability.SAME_LOSSES)
         config = self.config("blocks")
 
@@ -101,6 +101,11 @@ class TrainingClauses(Declaration):
 
         def work() -> dict[str, Any]:
             run = Run("blocks", config, make_optimizer=sgd)
+            assert run.optimizer is not None
+            for owner, set_to_none in ((run.model, True), (run.optimizer, True), (run.model, False)):
+                with parallel_core.no_sync(run.model):
+                    run.backward(seed=9)
+                owner.zero_grad(set_to_none)
             accumulate(run)
             return run.full()
 

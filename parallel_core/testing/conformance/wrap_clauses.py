@@ -41,10 +41,12 @@ class WrapClauses(Declaration):
         assert ranks(work, world_size=1, process_group=False) == [[True, True, [], False]]
 
     def test_computes_what_the_bare_model_computes(self, ranks: Ranks) -> None:
-        """The wrapped model's output is the bare model's, in training and in evaluation."""
+        """The wrapped model's output is the bare model's, in training and in evaluation, and its mode is at first."""
 
         def work(case: str, config: Any) -> list[str]:
-            bare, run = CASES[case].build(), Run(case, config)
+            bare, run = CASES[case].build(), Run(case, config, change=torch.nn.Module.eval)
+            if any(module.training for module in run.model.modules()):
+                return ["a model in evaluation mode is in training mode after the wrap"]
             inputs, _ = CASES[case].batch(seed=1)
             found, expected = {}, {}
             for mode in ("train", "eval"):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DDPConfig"]
 
-Megabytes = Annotated[float, Meta(gt=0)]
+Megabytes = Annotated[float, Meta(gt=0, le=1_000_000)]
 
 
 class DDPConfig(StrategyConfig):
@@ -62,11 +62,14 @@ _SENT_BY_GLOO = frozenset(
 
 @hookimpl
 def check_model(model: nn.Module, device: torch.device) -> list[str]:
+    from parallel_core.tensor_checks import tensor_problems
+
+    problems = list(tensor_problems(model))
     if device.type != "cpu" or not any(parameter.requires_grad for parameter in model.parameters()):
-        return []
+        return problems
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
-    return [
+    return problems + [
         f"{name!r} is {dtype}, which DistributedDataParallel can't send over gloo; use another dtype, or train on a GPU"
         for name, dtype in dtypes.items()
         if dtype not in _SENT_BY_GLOO
@@ -78,14 +81,16 @@ def wrap_model(model: nn.Module, config: DDPConfig, device: torch.device) -> nn.
     from torch.nn.parallel import DistributedDataParallel
 
     from parallel_core import ranks
+    from parallel_core_ddp import watching
 
     model.to(device)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         # DistributedDataParallel refuses a module with nothing to average (a frozen teacher, a loss). Equal values on
         # all ranks are all that such a module needs.
         ranks.broadcast_tensors((*model.parameters(), *model.buffers()))
+        watching.watch(model, finds_unused=False)
         return model
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         model,
         device_ids=None if device.type == "cpu" else [device],
         find_unused_parameters=config.find_unused_parameters,
@@ -94,6 +99,9 @@ def wrap_model(model: nn.Module, config: DDPConfig, device: torch.device) -> nn.
         bucket_cap_mb=config.bucket_cap_mb,
         forward_sync_buffers=config.broadcast_buffers,
     )
+    wrapped.training = model.training  # the wrapper's own; a call of train() would reach the module inside
+    watching.watch(wrapped, finds_unused=config.find_unused_parameters)
+    return wrapped
 
 
 @hookimpl
@@ -117,3 +125,10 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     from torch.nn.parallel import DistributedDataParallel
 
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+
+@hookimpl
+def has_unsynchronised_gradients(model: nn.Module) -> bool:
+    from parallel_core_ddp import watching
+
+    return watching.has_unsynchronised_gradients(model)

@@ -110,3 +110,20 @@ def test_a_static_graph_and_a_search_for_unused_parameters_exclude_each_other() 
     message = "ddp: find_unused_parameters is in vain with static_graph, which finds them in the first step; set one"
     with pytest.raises(ConfigError, match=message):
         DistributedConfig(ddp_static_graph=True, ddp_find_unused_parameters=True)
+
+
+def test_tensors_that_can_t_be_sent_and_a_bucket_that_no_machine_has_are_refused(ranks: Ranks) -> None:
+    def work() -> list[str]:
+        sparse, trained = nn.Linear(2, 2), nn.Linear(2, 2)
+        sparse.register_buffer("near", torch.eye(2).to_sparse())
+        trained(torch.ones(1, 2)).sum().backward()
+        messages = []
+        for model in (sparse, trained):
+            with pytest.raises(WrapError) as caught:
+                parallel_core.wrap_model_for_training(model, DistributedConfig(parallel_strategy="ddp"))
+            messages.append(str(caught.value).removeprefix("strategy 'ddp' can't wrap this model: ")[:40])
+        return messages
+
+    assert ranks(work) == [["buffer 'near' is sparse (torch.sparse_co", "parameter 'weight' has a gradient alread"]] * 2
+    with pytest.raises(ConfigError, match="expected a number > 0 and <= 1_000_000 or null"):
+        DistributedConfig(ddp_bucket_cap_mb=1e300)

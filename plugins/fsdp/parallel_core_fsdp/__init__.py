@@ -121,6 +121,13 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 
 
 @hookimpl
+def has_unsynchronised_gradients(model: nn.Module) -> bool:
+    from parallel_core_fsdp import stepping
+
+    return stepping.has_unsynchronised_gradients(model)
+
+
+@hookimpl
 def grad_scaler(model: nn.Module) -> torch.amp.GradScaler:
     from parallel_core_fsdp import stepping
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from parallel_core import StateDictType, ranks, tensors
 from parallel_core.names import bare_modules
 from parallel_core.record import parameter_names
+from parallel_core_fsdp.stepping import prepare
 
 
 def read(model: nn.Module, state_dict_type: StateDictType) -> dict[str, Any]:
@@ -69,6 +70,7 @@ def _whole_parameters(model: nn.Module, *, writeback: bool) -> Iterator[tuple[tu
     A collective; changes to the tensor are kept with `writeback`.
     """
     names = parameter_names(model)
+    prepare(model)
     # The root comes first: it is what prepares all of them, where no forward has done so yet.
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=writeback):

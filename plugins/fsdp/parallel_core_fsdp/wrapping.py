@@ -13,7 +13,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from parallel_core import sharding, sharding_checks
 from parallel_core.meta import MetaStart
-from parallel_core_fsdp import FSDPConfig, abandoned
+from parallel_core_fsdp import FSDPConfig, abandoned, stepping
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ STRATEGIES = {
 def problems(model: nn.Module, config: FSDPConfig, device: torch.device) -> Iterator[str]:
     """Yield what would make the wrap, or the first step, fail; FSDP1 itself finds it with half of the model wrapped."""
     # A unit's parameters become one flat tensor, of one dtype.
-    yield from sharding_checks.problems(model, config, device, "fsdp", empty=False)
+    yield from sharding_checks.problems(model, config, device, "fsdp")
 
 
 def wrap(model: nn.Module, config: FSDPConfig, device: torch.device) -> FullyShardedDataParallel:
@@ -104,6 +104,10 @@ def _arguments(config: FSDPConfig, device: torch.device) -> dict[str, Any]:
 
 
 def _watched(wrapped: FullyShardedDataParallel, config: FSDPConfig) -> FullyShardedDataParallel:
+    """Return the wrapped model, in the mode of what is inside, and made ready for what FSDP1 can't do by itself."""
+    for unit in FullyShardedDataParallel.fsdp_modules(wrapped):
+        unit.training = unit.module.training
+    wrapped.register_forward_pre_hook(stepping.prepare)
     if config.mixed_precision != "fp32":
         abandoned.watch(wrapped)
     return wrapped

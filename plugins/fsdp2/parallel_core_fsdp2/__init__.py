@@ -24,15 +24,18 @@ __all__ = ["FSDP2Config"]
 
 
 class FSDP2Config(ShardingConfig):
-    """The settings of `fsdp2`: those of `parallel_core.sharding_config.ShardingConfig`, and one more.
+    """The settings of `fsdp2`: those of `parallel_core.sharding_config.ShardingConfig`, and two more.
 
     Attributes:
         reshard_after_forward: free a unit's gathered parameters after its forward and gather them again for its
             backward. By default torch's way: yes, but for the root, which is needed first in the backward; and no with
             `sharding = "grad_op"`. True does it for the root too, and False for none.
+        reduce_unused_parameters: give each parameter that a rank does not use in a step a gradient of zero, so that the
+            ranks may use different ones.
     """
 
     reshard_after_forward: bool | None = None
+    reduce_unused_parameters: bool = False
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -77,6 +80,14 @@ def wrap_meta_model(model: nn.Module, config: FSDP2Config, device: torch.device,
 
 
 @hookimpl
+def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    from parallel_core_fsdp2 import whole_gradients
+
+    whole_gradients.zero_with_optimizer(model, optimizer)
+    return optimizer
+
+
+@hookimpl
 def settle(model: nn.Module) -> None:
     from parallel_core_fsdp2 import stepping
 
@@ -88,6 +99,13 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     from parallel_core_fsdp2 import stepping
 
     return stepping.no_sync(model)
+
+
+@hookimpl
+def has_unsynchronised_gradients(model: nn.Module) -> bool:
+    from parallel_core_fsdp2 import whole_gradients
+
+    return whole_gradients.are_there(model)
 
 
 @hookimpl

@@ -1,4 +1,4 @@
-"""Between forward and step: accumulation without communication, and the gradient scaler."""
+"""Around the step: what is prepared and freed, accumulation without communication, and the gradient scaler."""
 
 from __future__ import annotations
 
@@ -12,6 +12,27 @@ from torch.distributed.fsdp import FSDPModule
 from parallel_core import sharding
 from parallel_core.record import find_record
 from parallel_core_fsdp2 import FSDP2Config
+
+PREPARED = "_parallel_core_prepared"
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+def prepare(model: nn.Module, *_: object) -> None:
+    """Gather each unit once before a first forward under `torch.inference_mode()`, as a hook before that forward.
+
+    What `fully_shard` makes when it gathers a unit for the first time is kept, and made in that mode it could never be
+    trained with.
+    """
+    if not torch.is_inference_mode_enabled() or PREPARED in vars(model):
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        assert isinstance(model, FSDPModule)  # what wrap_model returned
+        model._get_fsdp_state()._lazy_init()
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.unshard()
+                unit.reshard()
+    vars(model)[PREPARED] = True
 
 
 def reshard(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from parallel_core import sharding, sharding_checks
 from parallel_core.meta import MetaStart
 from parallel_core.names import uncompiled
-from parallel_core_fsdp2 import FSDP2Config
+from parallel_core_fsdp2 import FSDP2Config, stepping, whole_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def wrap(model: nn.Module, config: FSDP2Config, device: torch.device) -> nn.Modu
     # From the inside out: a unit takes the parameters below it that no unit has taken yet.
     for module in reversed(chosen):
         shard(module, chosen[module])
-    return _compiled_in_place(model)
+    return _finished(model, config)
 
 
 def wrap_meta(model: nn.Module, config: FSDP2Config, device: torch.device, start: MetaStart) -> nn.Module:
@@ -56,7 +56,7 @@ def wrap_meta(model: nn.Module, config: FSDP2Config, device: torch.device, start
         return module
 
     start.materialise(model, finished)
-    return _compiled_in_place(model)
+    return _finished(model, config)
 
 
 def _chosen(model: nn.Module, config: FSDP2Config) -> dict[nn.Module, sharding.ChosenUnit]:
@@ -79,9 +79,16 @@ def _sharder(config: FSDP2Config, device: torch.device) -> Callable[[nn.Module, 
     return shard
 
 
-def _compiled_in_place(model: nn.Module) -> nn.Module:
-    """Return the module of a compiled model: the truth value of torch's wrapper is an error, and callers ask for it."""
+def _finished(model: nn.Module, config: FSDP2Config) -> nn.Module:
+    """Return the wrapped model, made ready for what `fully_shard` can't do by itself.
+
+    Of a compiled model it is the module: the truth value of torch's wrapper is an error, and callers ask for it.
+    """
     root = uncompiled(model)
+    assert isinstance(root, FSDPModule)  # the last that was made a unit
+    root.set_reduce_scatter_unused_params(config.reduce_unused_parameters)
+    root.register_forward_pre_hook(stepping.prepare, prepend=True)
+    whole_gradients.zero_with_modules(root)
     if isinstance(model, OptimizedModule):
         root._compiled_call_impl = model.dynamo_ctx(root._call_impl)
     return root
