@@ -7,15 +7,15 @@ attributes can be mistaken for the one that was marked.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from parallel_core.errors import StateDictError, WrapError
+from parallel_core.errors import WrapError
 from parallel_core.names import bare_names, uncompiled
+from parallel_core.unchanged import check_unchanged, persistent_buffers
 from parallel_core.units import tied_parameters
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ __all__ = [
     "bare_parameters",
     "bare_shapes",
     "bare_state",
-    "check_unchanged",
     "find_record",
     "inner_module",
     "parameter_names",
@@ -89,7 +88,7 @@ class Layout:
         parameters = tuple(bare(name) for name, _ in model.named_parameters())
         tied = tuple(tuple(bare(name) for name in group) for group in tied_parameters(model))
         frozen = tuple(bare(name) for name, parameter in model.named_parameters() if not parameter.requires_grad)
-        return cls(entries, parameters, tied, frozen, _persistent_buffers(model))
+        return cls(entries, parameters, tied, frozen, persistent_buffers(model))
 
 
 @dataclass(frozen=True)
@@ -199,35 +198,6 @@ def bare_state(model: nn.Module) -> dict[str, Any]:
     """Return a bare model's state dict, sharing memory, under names without the wrappers of `torch.compile`."""
     bare = bare_names(model)
     return {bare(key): value for key, value in model.state_dict(keep_vars=True).items()}
-
-
-def check_unchanged(model: nn.Module, layout: Layout) -> None:
-    """Refuse a wrapped model that has more or fewer parameters or persistent buffers than when it was wrapped.
-
-    Raises:
-        StateDictError: something was added to it, or taken away.
-    """
-    before, now = Counter(layout.buffers), Counter(_persistent_buffers(model))
-    changes = [f"the buffer {name!r} was added" for name in now - before]
-    changes += [f"the buffer {name!r} was taken away" for name in before - now]
-    count = sum(1 for _ in model.parameters())
-    if count != len(layout.parameters):
-        changes.append(f"it had {len(layout.parameters)} parameters and has {count}")
-    if changes:
-        raise StateDictError(
-            f"the model has changed since it was wrapped: {'; '.join(changes[:5])}; give it all its parameters and "
-            f"buffers before the wrap (register_buffer with None registers nothing yet)"
-        )
-
-
-def _persistent_buffers(model: nn.Module) -> tuple[str, ...]:
-    """Return the own names of the buffers that are saved: those that no wrapper changes."""
-    return tuple(
-        name
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    )
 
 
 def bare_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

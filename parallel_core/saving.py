@@ -18,7 +18,7 @@ from parallel_core.filling import check_can_be_filled
 from parallel_core.hookspecs import StateDictType
 from parallel_core.optimizer_state import named_groups, required_groups
 from parallel_core.optimizer_state_dicts import check_optimizer_state_dict
-from parallel_core.record import Layout, bare_parameters, check_unchanged
+from parallel_core.record import Layout, bare_parameters
 from parallel_core.state_dicts import (
     IncompatibleKeys,
     check_model_state_dict,
@@ -27,6 +27,7 @@ from parallel_core.state_dicts import (
     parse_state_dict_type,
 )
 from parallel_core.strategy import Strategy
+from parallel_core.unchanged import check_unchanged
 
 
 def model_state_dict(model: nn.Module, state_dict_type: StateDictType | str = StateDictType.FULL) -> dict[str, Any]:

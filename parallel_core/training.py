@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from parallel_core import ranks
+from parallel_core.alike import check_alike, check_optimizers_alike, told
 from parallel_core.answering import answering, settled
 from parallel_core.config import DistributedConfigBase
 from parallel_core.errors import TrainingError, WrapError
@@ -21,14 +22,11 @@ from parallel_core.report import measured_report
 from parallel_core.starting import FirstValues, start_bare
 from parallel_core.strategy import Strategy, bare_model_strategy, bound_strategy
 from parallel_core.wrapping import (
-    check_alike,
     check_not_forgotten,
     check_optimizer,
-    check_optimizers_alike,
     check_wrap,
     local_device,
     log_declined,
-    told,
 )
 
 if TYPE_CHECKING:

@@ -11,14 +11,15 @@ import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from parallel_core import ranks
+from parallel_core.alike import layout_differences, meta_differences, raise_differences
 from parallel_core.errors import WrapError
 from parallel_core.filling import check_no_copies
 from parallel_core.meta_model import meta_tensors
@@ -27,14 +28,11 @@ from parallel_core.record import Layout, Record, spec_of
 from parallel_core.report import WrapReport, planned_report
 from parallel_core.starting import FirstValues, checked_layout
 from parallel_core.strategy import Strategy
-from parallel_core.strategy_config import CORE_FIELDS
 
 if TYPE_CHECKING:
     from parallel_core.config import DistributedConfig
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Plan(NamedTuple):
@@ -85,56 +83,6 @@ def log_declined(strategy: Strategy, config: DistributedConfig, device: torch.de
         logger.warning("not in effect, because strategy %r does not apply here: %s", strategy.name, settings)
 
 
-class Told(NamedTuple):
-    """What a rank was told to do; must be the same on all of them, but for the state dict.
-
-    Attributes:
-        settings: the values of the settings that count, as texts: a rank may lack the plugin that could read another's.
-        device: the kind of device to train on.
-        applies: whether the strategy applies there.
-        has_state: whether there is a state dict to start from.
-    """
-
-    settings: dict[str, str]
-    device: str
-    applies: bool
-    has_state: bool
-
-
-def told(
-    config: DistributedConfig, device: torch.device, state_dict: Mapping[str, Any] | None, *, applies: bool
-) -> Told:
-    """Return what this rank was told, from its settings, its device, and its state dict."""
-    of_strategy = f"{config.parallel_strategy}_"
-    settings = {
-        name: repr(getattr(config, name))
-        for name in type(config).__struct_fields__
-        if name in CORE_FIELDS or name.startswith(of_strategy)
-    }
-    # An empty dict is how a rank other than 0 says that it has nothing to say.
-    has_state = state_dict is not None if ranks.rank() == 0 else bool(state_dict)
-    return Told(settings, device.type, applies, has_state)
-
-
-def check_alike(by_rank: list[Told]) -> None:
-    """Refuse to go on unless all ranks were told to do the same.
-
-    Raises:
-        WrapError: they were not; the same error on every rank.
-    """
-    _raise_differences([each.settings for each in by_rank], _told_differences, "give every rank the same config")
-    # The config is the same by now, so it is the device that makes a strategy apply here and not there.
-    if len({each.applies for each in by_rank}) > 1:
-        answers = [{"the answer of hook applies": f"{each.applies} for {each.device}"} for each in by_rank]
-        _raise_differences(answers, _told_differences, "train on the same kind of device on every rank")
-    with_state = [rank for rank, each in enumerate(by_rank) if each.has_state]
-    if with_state and 0 not in with_state:
-        raise WrapError(
-            f"rank {with_state[0]} passes a state_dict and rank 0 passes none, and it is rank 0's that counts; pass it "
-            f"there, or nowhere"
-        )
-
-
 def check_wrap(
     model: nn.Module,
     strategy: Strategy,
@@ -165,8 +113,8 @@ def check_wrap(
         whole = replace(layout, entries={**layout.entries, **buffers})
         shown.mine = (whole, dict.fromkeys(meta_tensors(model), "is on the meta device"))
     advice = "build the same model everywhere"
-    _raise_differences([layout for layout, _ in shown.by_rank], _layout_differences, advice)
-    _raise_differences([on_meta for _, on_meta in shown.by_rank], _meta_differences, advice)
+    raise_differences([layout for layout, _ in shown.by_rank], layout_differences, advice)
+    raise_differences([on_meta for _, on_meta in shown.by_rank], meta_differences, advice)
     first_values.check(model, layout)
     return Plan(layout, report, earlier_optimizers(model))
 
@@ -207,16 +155,6 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, record: 
         )
 
 
-def check_optimizers_alike(by_rank: list[str]) -> None:
-    """Refuse optimizers, told in words, that are not the same on all ranks.
-
-    Raises:
-        WrapError: they are not; the same error on every rank.
-    """
-    told = [{"the optimizer": text} for text in by_rank]
-    _raise_differences(told, _told_differences, "make the same optimizer on every rank")
-
-
 def earlier_optimizers(model: nn.Module) -> weakref.WeakSet[torch.optim.Optimizer]:
     """Return the optimizers alive now that may hold parameters of the bare model.
 
@@ -244,37 +182,3 @@ def _is_held_elsewhere(model: nn.Module) -> bool:
         for holder in holders
         for parameter, count in zip(holder.values(), references(holder.values()), strict=True)
     )
-
-
-def _raise_differences(found: list[T], differences: Callable[[T, T, int], Iterable[str]], advice: str) -> None:
-    """Raise one error about what the ranks have found, if it is not the same as on rank 0."""
-    lines = [line for index, other in enumerate(found) for line in differences(found[0], other, index)]
-    if lines:
-        more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
-        raise WrapError(f"the ranks do not agree: {'; '.join(lines[:5])}{more}; {advice}")
-
-
-def _told_differences(first: dict[str, str], other: dict[str, str], index: int) -> Iterator[str]:
-    for name in first:
-        if name in other and first[name] != other[name]:
-            yield f"{name} is {first[name]} on rank 0, {other[name]} on rank {index}"
-
-
-def _meta_differences(first: dict[str, str], other: dict[str, str], index: int) -> Iterator[str]:
-    for name in {**first, **other}:
-        on_first, on_other = first.get(name, "has values"), other.get(name, "has values")
-        if on_first != on_other:
-            yield f"{name!r} {on_first} on rank 0, {on_other} on rank {index}"
-
-
-def _layout_differences(first: Layout, other: Layout, index: int) -> Iterator[str]:
-    for name in {**first.entries, **other.entries}:
-        on_first, on_other = first.entries.get(name, "absent"), other.entries.get(name, "absent")
-        if on_first != on_other:
-            yield f"{name!r} is {on_first} on rank 0, {on_other} on rank {index}"
-    if list(first.entries) != list(other.entries) and first.entries == other.entries:
-        yield f"the order of the names on rank {index} is not that on rank 0"
-    if first.tied != other.tied:
-        yield f"the tied parameters are {list(first.tied)} on rank 0, {list(other.tied)} on rank {index}"
-    if first.frozen != other.frozen:
-        yield f"the frozen parameters are {list(first.frozen)} on rank 0, {list(other.frozen)} on rank {index}"

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel_core import messages
 from parallel_core import ranks as core
 from parallel_core.errors import ConfigError, ParallelCoreError, RankError, StateDictError, WrapError
 from parallel_core.testing import Ranks
@@ -200,7 +201,7 @@ def test_an_interrupt_is_not_taken_for_an_error() -> None:
 def test_what_ranks_compare_is_exchanged_whole_only_where_it_differs(ranks: Ranks) -> None:
     def work() -> list[Any]:
         lengths: list[int] = []
-        gather = core._all_gather_bytes
+        gather = messages._all_gather_bytes
 
         def counted(data: bytes, size: int, group: Any) -> list[bytes]:
             lengths.append(size)
@@ -208,7 +209,7 @@ def test_what_ranks_compare_is_exchanged_whole_only_where_it_differs(ranks: Rank
 
         long, found = "x" * 10_000, list[Any]()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(core, "_all_gather_bytes", counted)
+            patch.setattr(messages, "_all_gather_bytes", counted)
             for value in (long, f"{long}{core.rank()}"):
                 with core.comparison() as said:
                     said.mine = value

@@ -30,7 +30,8 @@ from parallel_core.checkpoint.untrusted import parsed, read_file
 from parallel_core.errors import CheckpointError, ParallelCoreError
 from parallel_core.filling import check_can_be_filled
 from parallel_core.optimizer_state import required_groups
-from parallel_core.record import Layout, bare_parameters, check_unchanged
+from parallel_core.record import Layout, bare_parameters
+from parallel_core.unchanged import check_unchanged
 
 
 @dataclass(frozen=True)

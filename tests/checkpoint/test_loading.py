@@ -249,8 +249,8 @@ def test_a_bare_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         other = nn.Linear(2, 2)
     assert message_of(lambda: load_checkpoint(tmp_path / "a", other)) == (
-        "CheckpointError: on the meta device, where there is no room for values: 'weight', 'bias'; wrap the model "
-        "first (wrap_model_for_training), or give it memory (model.to_empty(device=...))"
+        "CheckpointError: on the meta device: 'weight', 'bias'; give the model memory first "
+        "(model.to_empty(device=...)), or wrap it, with state_dict=..."
     )
     load_checkpoint(tmp_path / "a", other.to_empty(device="cpu"))
     assert torch.equal(other.weight, model.weight)
