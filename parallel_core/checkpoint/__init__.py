@@ -6,7 +6,9 @@ Where to find things:
 - `contents`, `plan`: what a rank has to save, and who writes what; `targets`, `matching`: where a checkpoint is loaded
   to, and whether it fits;
 - `writing`, `gathering`, `reading`: tensors on their way to the disk and back;
-- `folder`, `manifest`, `opening`: a checkpoint's folder, and what is in it;
+- `objects`: the states of other objects, on their way back;
+- `folder`, `manifest`, `opening`: a checkpoint's folder, and what is in it; `sense`, `untrusted`: that it may come from
+  anyone;
 - `describing`, `verifying`, `consolidating`, `comparing`, `distance`: what the command `parallel-core checkpoint` does;
-- `safetensors_format`, `tensor_bytes`, `tree`, `random_states`: how a thing becomes bytes or JSON.
+- `safetensors_format`, `tensor_bytes`, `tree`, `optimizer_values`, `random_states`: how a thing becomes bytes or JSON.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from parallel_core.checkpoint.targets import targets_of
 from parallel_core.checkpoint.telling import as_checkpoint_error
 from parallel_core.checkpoint.tree import decode, decode_each
 from parallel_core.checkpoint.untrusted import parsed, read_file
-from parallel_core.errors import CheckpointError, ParallelCoreError
+from parallel_core.errors import CheckpointError
 from parallel_core.filling import check_can_be_filled
 from parallel_core.optimizer_state import required_groups
 from parallel_core.record import Layout, bare_parameters
@@ -70,8 +70,10 @@ def load_checkpoint(
         model: the model, wrapped or bare.
         optimizer: an optimizer of the kind that was saved, with the same parameter groups.
         strict: whether missing and unexpected keys of the model are an error.
-        cast: whether weights of another dtype are converted to the model's; otherwise they are an error.
-        objects: objects by the names that they were saved under; their `load_state_dict` is called.
+        cast: whether weights of another dtype are converted to the model's, both of floating point or both complex, and
+            with them the optimizer's state that had their dtype; otherwise they are an error.
+        objects: objects by the names that they were saved under; their `load_state_dict` is called. Where their own
+            state has DTensors, it gets DTensors.
         random_state: whether the generators of random numbers get the states that they had on each rank; needs as many
             ranks as saved them.
         verify: whether the files are compared with the hashes that were saved. Their sizes always are.
@@ -81,7 +83,9 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: it is damaged, or does not fit; the same error on every rank, and model, optimizer and objects
-            are as they were.
+            are as they were. Where the model is not, because a disk or a module's `set_extra_state` has failed, or a
+            number has no place in its dtype, the message says so.
+        WrapError: the model is the module inside of a wrapped one.
     """
     background.wait_for_running()
     with ranks.agreement(CheckpointError):
@@ -100,6 +104,7 @@ def load_checkpoint(
             # Of the whole manifest: a rank that sees another folder, or sees it at another time, must not load another
             # half.
             "the SHA-256 of the manifest": hashlib.sha256(msgspec.json.encode(saved.manifest)).hexdigest(),
+            "strategy": strategy.name,
             "optimizer": type(optimizer).__name__,
             "objects": list(objects),
             "strict": bool(strict),
@@ -118,51 +123,35 @@ def load_checkpoint(
             found = match(layout, saved.manifest, reader, strict=strict, cast=cast)
             if optimizer is not None:
                 check_optimizer(layout, required_groups(optimizer, bare_parameters(model)), saved.manifest.optimizer)
-            states = object_states(saved, objects, reader)
             generators = _random_state(saved) if random_state else None
             extra = decode(saved.manifest.extra)
             tensors = saved.manifest.model.tensors
             extra_states = decode_each(saved.manifest.model.values, lambda name: reader.whole(name, tensors[name]))
+        with ranks.agreement(CheckpointError):  # apart, as an object's state_dict() may be a collective
+            states = object_states(saved, objects, reader)
         targets, section = targets_of(strategy, model, layout), saved.manifest.model
         targets.check(reader, section, found)
-        put_optimizer = None
-        if optimizer is not None:
-            assert saved.manifest.optimizer is not None  # check_optimizer has seen it
-            put_optimizer = targets.optimizer_load(reader, saved.manifest.optimizer, found, optimizer)
-        with objects_loaded(objects, states), _optimizer_loaded(optimizer, put_optimizer):
-            targets.load_model(reader, section, found)
-            with ranks.agreement(CheckpointError):
-                _load_extra_states(model, layout, extra_states)
-                if generators is not None:
-                    random_states.restore_random_state(generators)
+        with _optimizer_kept(optimizer):
+            if optimizer is not None and saved.manifest.optimizer is not None:  # check_optimizer has seen it
+                targets.load_optimizer(reader, saved.manifest.optimizer, found, optimizer)
+            with objects_loaded(objects, states):
+                targets.load_model(reader, section, found)
+                with ranks.agreement(CheckpointError):
+                    _load_extra_states(model, layout, extra_states)
+                    if generators is not None:
+                        random_states.restore_random_state(generators)
     return LoadedCheckpoint(extra, found.missing, found.unexpected)
 
 
 @contextmanager
-def _optimizer_loaded(optimizer: torch.optim.Optimizer | None, put: Callable[[], None] | None) -> Iterator[None]:
-    """Put an optimizer's state into it before the block; if that fails, or the block does, it gets back what it had.
-
-    Raises:
-        CheckpointError: it failed; the same error on every rank.
-    """
-    if optimizer is None or put is None:
-        yield
-        return
-    before = optimizer.state, optimizer.param_groups  # loading puts others in their place
+def _optimizer_kept(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Give an optimizer back what it had, if the block fails: a load puts others in the place of these."""
+    before = None if optimizer is None else (optimizer.state, optimizer.param_groups)
     try:
-        with ranks.agreement(CheckpointError):
-            try:
-                put()
-            except ParallelCoreError:
-                raise
-            except Exception as error:
-                raise CheckpointError(
-                    f"the optimizer ({type(optimizer).__name__}) does not take the state that was saved: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
         yield
     except BaseException:
-        optimizer.state, optimizer.param_groups = before
+        if optimizer is not None and before is not None:
+            optimizer.state, optimizer.param_groups = before
         raise
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from parallel_core.checkpoint.optimizer_values import OptimizerValues
 from parallel_core.checkpoint.reading import SavedReader
 from parallel_core.checkpoint.tensor_bytes import dtype_named
 from parallel_core.checkpoint.tree import decode_each
-from parallel_core.errors import CheckpointError
+from parallel_core.errors import CheckpointError, ParallelCoreError
 from parallel_core.hookspecs import StateDictType
 from parallel_core.local_shards import LocalShard, Region
 from parallel_core.optimizer_state import load_named_state
@@ -35,10 +36,10 @@ class Targets(Protocol):
     def check(self, reader: SavedReader, saved: Section, found: Match) -> None:
         """Make sure that the files have what this rank is going to read; changes nothing."""
 
-    def optimizer_load(
+    def load_optimizer(
         self, reader: SavedReader, saved: Section, found: Match, optimizer: torch.optim.Optimizer
-    ) -> Callable[[], None]:
-        """Read the optimizer's state, and return what puts it into the optimizer; until then nothing changes."""
+    ) -> None:
+        """Read the optimizer's state and put it in the place of what the optimizer has, which itself is not changed."""
 
     def load_model(self, reader: SavedReader, saved: Section, found: Match) -> None:
         """Read the model's tensors to where they belong, each from the saved one that was found for it."""
@@ -67,9 +68,9 @@ class _Shards:
     def check(self, reader: SavedReader, saved: Section, found: Match) -> None:
         _check(reader, saved, {name: (source, self._shards[name].region) for name, source in found.sources.items()})
 
-    def optimizer_load(
+    def load_optimizer(
         self, reader: SavedReader, saved: Section, found: Match, optimizer: torch.optim.Optimizer
-    ) -> Callable[[], None]:
+    ) -> None:
         parameters = bare_parameters(self._model)
         in_pieces = shows_pieces(parameters, self._shards)
 
@@ -82,7 +83,8 @@ class _Shards:
 
         with ranks.agreement(CheckpointError):
             state, groups = _values(saved, reader, tensor_for)
-        return lambda: load_named_state(optimizer, parameters, state, groups)
+            with _taken_by(optimizer):
+                load_named_state(optimizer, parameters, state, groups)
 
     def load_model(self, reader: SavedReader, saved: Section, found: Match) -> None:
         with ranks.agreement(CheckpointError):
@@ -114,9 +116,9 @@ class _StateDicts:
             {name: (each, Region.whole(saved.tensors[each].shape)) for name, each in found.sources.items()},
         )
 
-    def optimizer_load(
+    def load_optimizer(
         self, reader: SavedReader, saved: Section, found: Match, optimizer: torch.optim.Optimizer
-    ) -> Callable[[], None]:
+    ) -> None:
         def tensor_for(name: str, source: str) -> torch.Tensor:
             info = saved.tensors[source]
             return self._read(reader, source, info, found.state_dtype(name, info))
@@ -124,9 +126,9 @@ class _StateDicts:
         with ranks.agreement(CheckpointError):
             state, groups = _values(saved, reader, tensor_for)
         state_dict = {"state": state, "param_groups": groups}
-        return lambda: self._strategy.load_optimizer_state_dict(
-            self._model, optimizer, state_dict, StateDictType.SHARDED
-        )
+        # A hook on the optimizer may fail on one rank; what the ranks do together in here comes before that.
+        with ranks.agreement(CheckpointError), _taken_by(optimizer):
+            self._strategy.load_optimizer_state_dict(self._model, optimizer, state_dict, StateDictType.SHARDED)
 
     def load_model(self, reader: SavedReader, saved: Section, found: Match) -> None:
         batch: dict[str, Any] = {}
@@ -152,6 +154,19 @@ class _StateDicts:
         target = empty(info.shape, dtype=dtype, device_mesh=self._mesh, placements=[Shard(0)])
         reader.fill(LocalShard.of(target), source, info)
         return target
+
+
+@contextmanager
+def _taken_by(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    try:
+        yield
+    except ParallelCoreError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"the optimizer ({type(optimizer).__name__}) does not take the state that was saved: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _values(

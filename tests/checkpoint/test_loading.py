@@ -115,6 +115,7 @@ def test_each_rank_is_told_of_what_fails_on_one(ranks: Ranks, tmp_path: Path) ->
             lambda: load_checkpoint(place, other.model if is_first else inside),
             lambda: load_checkpoint(place, other.model if is_first else None),  # type: ignore[arg-type]  # meant
             lambda: load_checkpoint(place, other.model if is_first else nn.LazyLinear(2)),
+            lambda: load_checkpoint(place, other.model if is_first else Run("blocks", None).model),
             lambda: load_checkpoint(place, hooked.model, hooked.optimizer, objects={"thing": thing}),
         )
         found = [message_of(call) for call in calls]
@@ -140,6 +141,7 @@ def test_each_rank_is_told_of_what_fails_on_one(ranks: Ranks, tmp_path: Path) ->
             "is the module inside a wrapped model",
             "rank 1 of 2: model: expected a torch.nn.Module, found NoneType",
             "uninitialized parameter",
+            "every rank must load in the same way: strategy is 'ddp' on rank 0 and 'bare' on rank 1",
             "rank 1 of 2: the optimizer (AdamW) does not take the state that was saved: ValueError: hook",
         ),
         strict=True,

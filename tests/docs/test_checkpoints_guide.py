@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import resource
 import shutil
@@ -124,6 +125,19 @@ class PerRow(torch.optim.Optimizer):
             self.state[parameter]["rows"] = torch.ones(3)
 
 
+class Counted(nn.Linear):
+    """A module that does not take its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def get_extra_state(self) -> Any:
+        return 1
+
+    def set_extra_state(self, state: Any) -> None:
+        raise ValueError(state)
+
+
 @contextmanager
 def told(messages: list[str]) -> Iterator[None]:
     """Keep the message of the error that the block must raise."""
@@ -178,6 +192,26 @@ def errors_of_one_process() -> Iterator[str]:
         load_checkpoint("runs/good", model, torch.optim.SGD(model.parameters(), lr=1.0))
     with told(messages):
         load_checkpoint("runs/weights", model, optimizer)
+    text = (Path("runs/good/manifest.json").read_bytes())[77:].replace(b'"world_size":1', b'"world_size":0')
+    digest = hashlib.sha256(b'{"sha256":"' + b"0" * 64 + b'",' + text).hexdigest().encode()
+    copy("odd")
+    Path("runs/odd/manifest.json").write_bytes(b'{"sha256":"' + digest + b'",' + text)
+    with told(messages):
+        load_checkpoint("runs/odd", model)
+    with told(messages):
+        load_checkpoint("runs/weights", small().to("meta"))
+    huge, counted = small(), Counted()
+    nn.init.constant_(huge.get_parameter("0.weight"), 1e6)
+    save_checkpoint("runs/huge", huge)
+    save_checkpoint("runs/counted", counted)
+    with told(messages):
+        load_checkpoint("runs/huge", small().half(), cast=True)
+    with told(messages):
+        load_checkpoint("runs/counted", counted)
+    hook = optimizer.register_load_state_dict_pre_hook(lambda *_: list[None]().pop())
+    with told(messages):
+        load_checkpoint("runs/good", model, optimizer)
+    hook.remove()
     with told(messages):
         load_checkpoint("runs/good", model, objects={"scaler": scheduler})
     with told(messages):
@@ -215,6 +249,8 @@ def errors_of_two_ranks() -> list[str]:
         save_checkpoint(f"runs/new-{rank}", model)
     with told(messages):
         load_checkpoint("runs/random", model, random_state=True)
+    with told(messages):
+        load_checkpoint("runs/random", model, verify=rank == 0)
     config = parallel_core.DistributedConfig(
         parallel_strategy="fsdp", fsdp_mixed_precision="fp32", fsdp_auto_wrap_min_params=10
     )

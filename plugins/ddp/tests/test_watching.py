@@ -47,7 +47,7 @@ def test_gradients_that_wait_for_the_other_ranks_are_an_error_until_they_are_ave
         model = wrapped(layers())
         optimizer = parallel_core.wrap_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
         backward(model)
-        found = [norm(model)]
+        found: list[Any] = [norm(model)]
         optimizer.zero_grad()
         with parallel_core.no_sync(model):
             backward(model)
