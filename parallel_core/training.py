@@ -93,12 +93,15 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
         WrapError: the optimizer was made before the wrap, holds parameters that are not the model's, or is another one
             on another rank; the same error on every rank.
     """
-    with ranks.comparison(WrapError) as optimizers:
-        record, strategy, model = settled(model)
+    record, strategy, model = settled(model)
+    if record is None:  # a bare model may be one rank's own
         check_optimizer(model, optimizer, record)
-        counts = [len(group["params"]) for group in optimizer.param_groups]
-        optimizers.mine = f"{type(optimizer).__name__} with groups of {counts} parameters"
-    check_optimizers_alike(optimizers.by_rank)
+    else:
+        with ranks.comparison(WrapError) as optimizers:
+            check_optimizer(model, optimizer, record)
+            counts = [len(group["params"]) for group in optimizer.param_groups]
+            optimizers.mine = f"{type(optimizer).__name__} with groups of {counts} parameters"
+        check_optimizers_alike(optimizers.by_rank)
     options = bare_model_strategy().config_class() if record is None else record.config.options
     answer = strategy.wrap_optimizer(model, optimizer, options)
     if record is not None:
