@@ -164,7 +164,7 @@ def read_manifest(folder: Path) -> Manifest:
         )
     manifest = parsed(body, Manifest, f"{path} is no manifest of a checkpoint")
     try:
-        check_sense(manifest)
+        check_sense(manifest, RANDOM_STATES)
     except CheckpointError as error:
         raise CheckpointError(f"{path} is not sensible: {error}; use another checkpoint") from error
     return manifest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,12 @@ def is_plain_name(name: str) -> bool:
     return name not in ("", ".", "..") and not {"/", "\0"} & set(name)
 
 
-def check_sense(manifest: Manifest) -> None:
+def check_sense(manifest: Manifest, random_states: str) -> None:
     """Refuse what no save writes.
+
+    Args:
+        manifest: what is to be judged.
+        random_states: the name of the file that random states are in.
 
     Raises:
         CheckpointError: there is such a thing in it.
@@ -40,6 +45,11 @@ def check_sense(manifest: Manifest) -> None:
             raise CheckpointError(f"it names the file {file.name!r}, which is not one of its own folder")
         if file.size < 0:
             raise CheckpointError(f"the file {file.name!r} has {file.size} bytes")
+    names = [file.name for file in manifest.files]
+    if again := next((name for name, count in Counter(names).items() if count > 1), None):
+        raise CheckpointError(f"it has the file {again!r} more than once")
+    if manifest.random_states and random_states not in names:
+        raise CheckpointError(f"it has random states, and the file {random_states!r} is not among its files")
     for group in manifest.tied:
         if len(set(group)) < max(2, len(group)):
             raise CheckpointError(f"the tensor with the names {list(group)} has not two names that differ")
@@ -101,6 +111,9 @@ def _check_tensor(where: str, tensor: SavedTensor, files: Sequence[SavedFile]) -
     covered = sum(math.prod(piece.sizes) for piece in tensor.pieces)
     if covered != numel:
         raise CheckpointError(f"{where} is {tensor}, and its pieces have {covered} elements")
+    if len({piece.file for piece in tensor.pieces}) < len(tensor.pieces):
+        # It lies there under its name, once: both would be read from the same place.
+        raise CheckpointError(f"{where} is {tensor}, and two pieces of it are in one file")
     # Those that are boxes, and those that are runs of the tensor laid flat; no strategy so far mixes the two.
     for dimensions in {len(piece.offsets) for piece in tensor.pieces}:
         if pair := _overlapping(

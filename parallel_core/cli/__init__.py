@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 case "new-strategy":
                     new_strategy(options.name, options.folder)
                 case "checkpoint":
-                    return int(options.run(options))
+                    return checkpoint.run(options)
     except ParallelCoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from rich.filesize import decimal
 
 from parallel_core.checkpoint.describing import SHOWN, counted, cut, describe
-from parallel_core.checkpoint.manifest import read_manifest
+from parallel_core.checkpoint.manifest import MANIFEST, read_manifest
 from parallel_core.checkpoint.opening import open_saved
 from parallel_core.checkpoint.verifying import verify
 from parallel_core.cli.printing import print_table, printable, progress_bars
+from parallel_core.errors import CheckpointError, ParallelCoreError
 
 if TYPE_CHECKING:
     from parallel_core.checkpoint.comparing import TensorDifference
@@ -27,6 +28,25 @@ _UNITS = {"": 1, "B": 1} | {
     for suffix, base in (("B", 1000), ("iB", 1024))
 }
 _DTYPES = ("fp32", "bf16", "fp16")  # of parallel_core.checkpoint.consolidating, which needs torch
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run what the parser of `add_parser` has found, and return the exit code.
+
+    Raises:
+        CheckpointError: as the action; also where a file makes it fail in a way that nobody has thought of: files may
+            come from anyone.
+        OSError: the output can't be written.
+    """
+    try:
+        return int(options.run(options))
+    except (ParallelCoreError, OSError):
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{options.action} failed, and should have said why: {type(error).__name__}: {error}; please report it, "
+            f"with the checkpoint's {MANIFEST}"
+        ) from error
 
 
 def inspect(path: Path, *, every: bool = False) -> int:

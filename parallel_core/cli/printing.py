@@ -47,7 +47,8 @@ def printed() -> Iterator[None]:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it is, where the command was started without one
+            sys.stdout.flush()
     except OSError as error:
         if error.filename is not None:  # another file than stdout
             raise

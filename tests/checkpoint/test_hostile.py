@@ -72,7 +72,7 @@ def copied(good: Path, folder: Path) -> Path:
 WEIGHT = ("model", "tensors", "weight")
 STATE = ("optimizer", "values", "state")
 GROUPS = ("optimizer", "values", "param_groups")
-CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a time that no calendar has": (at("saved_at", value=1e300), "it was saved 1e+300 seconds after 1970"),
     "a time before 1970": (at("saved_at", value=-1), "it was saved -1 seconds after 1970"),
     "no ranks": (at("world_size", value=0), "it was saved by 0 ranks"),
@@ -90,8 +90,17 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "a group without names": (at(*GROUPS, value=[{"params": 5}]), "param_groups: expected dicts"),
     "no state": (at(*STATE, value=5), "optimizer: no state of an optimizer: Expected `object`, got `int`"),
     "state that refers to nothing": (at(*STATE, value={"a": {"b": {"$tensor": "x"}}}), "optimizer: 'a', 'b': there is"),
-    "a piece twice": (at(*WEIGHT, "pieces", value=[[0, [0, 0], [2, 2]], [0, [1, 0], [2, 2]]]), "the same elements"),
-    "a run twice": (at(*WEIGHT, "pieces", value=[[0, [0], [5]], [0, [4], [3]]]), "have the same elements"),
+    "a row twice": (at(*WEIGHT, "pieces", value=[[0, [0, 0], [2, 2]], [1, [1, 0], [2, 2]]]), "the same elements"),
+    "a run twice": (at(*WEIGHT, "pieces", value=[[0, [0], [5]], [1, [4], [3]]]), "have the same elements"),
+    "a piece of nothing in the same file": (
+        at(*WEIGHT, "pieces", value=[[0, [0, 0], [4, 2]], [0, [0, 0], [0, 2]]]),
+        "two pieces of it are in one file",
+    ),
+    "a file twice": (lambda manifest: manifest["files"].append(manifest["files"][0]), "more than once"),
+    "random states in no file": (
+        lambda manifest: [manifest["files"].remove(f) for f in [*manifest["files"]] if f["name"].startswith("random")],
+        "it has random states, and the file 'random-states.json' is not among its files",
+    ),
     "a piece outside": (at(*WEIGHT, "pieces", value=[[0, [1, 0], [4, 2]]]), "can't have the piece"),
     "a piece larger than its file": (
         at(*WEIGHT, value={"dtype": "float32", "shape": [2**40, 4], "pieces": [[0, [0, 0], [2**40, 4]]]}),
@@ -236,6 +245,25 @@ def test_output_that_stdout_has_no_letters_or_no_room_for(tmp_path: Path) -> Non
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (2, "error: the output can't be written: No space left on device\n")
+
+
+def test_a_command_without_an_output_runs(good: Path) -> None:
+    command = f"{sys.executable} -m parallel_core.cli checkpoint diff {good} {good} >&-"
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("action", ["inspect", "verify", "diff"])
+def test_what_nobody_has_thought_of_is_no_traceback(
+    good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], action: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyError("odd")
+
+    for name in ("describe", "verify", "open_saved"):
+        monkeypatch.setattr(f"parallel_core.cli.checkpoint.{name}", fail)
+    assert main(["checkpoint", action, str(good), *([str(good)] if action == "diff" else [])]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {action} failed, and should have said why: KeyError: 'odd'; ")
 
 
 def test_a_size_of_many_digits_is_one(good: Path, tmp_path: Path) -> None:
