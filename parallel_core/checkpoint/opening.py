@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from parallel_core.checkpoint.folder import standing
+from parallel_core.checkpoint.folder import path_of, standing
 from parallel_core.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -56,7 +56,7 @@ def open_saved(path: str | os.PathLike[str]) -> Saved:
     Raises:
         CheckpointError: there is no such thing, or it is damaged.
     """
-    place = Path(path).absolute()
+    place = path_of(path, "path")
     folder = standing(place)
     if (folder / MANIFEST).exists() or not folder.exists():
         return Saved(place, folder, read_manifest(folder), is_checkpoint=True)

@@ -396,3 +396,11 @@ def test_a_counter_of_odd_numbers_comes_back(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "a", model := nn.Linear(2, 2), extra=counter)
     assert load_checkpoint(tmp_path / "a", model).extra == counter
     assert "$counter" in json.loads((tmp_path / "a" / "manifest.json").read_text())["extra"]
+
+
+@pytest.mark.parametrize("path", [None, "", "nul\0", 3])
+def test_what_can_t_be_a_path_is_named(path: Any) -> None:
+    """None is what `latest_checkpoint` returns where there is no checkpoint."""
+    assert message_of(lambda: load_checkpoint(path, nn.Linear(2, 2))) == (
+        f"CheckpointError: path: expected the name of a folder, found {path!r}"
+    )
