@@ -169,8 +169,10 @@ def weight_files(place: Path) -> list[Path]:
             f"{place} has several .safetensors files and neither {MANIFEST} nor {INDEX}; name the one to load"
         )
     if not files:
+        inside = sorted(path.parent.name for path in place.glob(f"*/{MANIFEST}"))
+        hint = f"; it is a folder of checkpoints, name one of them, such as {inside[-1]}" if inside else ""
         raise CheckpointError(
-            f"{place} is no complete checkpoint: it lacks {MANIFEST}, and there is no .safetensors file"
+            f"{place} is no complete checkpoint: it lacks {MANIFEST}, and there is no .safetensors file{hint}"
         )
     return files
 

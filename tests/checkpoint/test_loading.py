@@ -404,3 +404,11 @@ def test_what_can_t_be_a_path_is_named(path: Any) -> None:
     assert message_of(lambda: load_checkpoint(path, nn.Linear(2, 2))) == (
         f"CheckpointError: path: expected the name of a folder, found {path!r}"
     )
+
+
+def test_a_folder_of_checkpoints_says_which_it_holds(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path / f"step-{step}", nn.Linear(2, 2))
+    assert message_of(lambda: load_checkpoint(tmp_path, nn.Linear(2, 2))).endswith(
+        "no .safetensors file; it is a folder of checkpoints, name one of them, such as step-2"
+    )
