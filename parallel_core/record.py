@@ -36,6 +36,7 @@ __all__ = [
     "bare_state",
     "find_record",
     "inner_module",
+    "layout_of",
     "parameter_names",
     "spec_of",
 ]
@@ -200,32 +201,39 @@ def bare_state(model: nn.Module) -> dict[str, Any]:
     return {bare(key): value for key, value in model.state_dict(keep_vars=True).items()}
 
 
+def layout_of(model: nn.Module) -> Layout:
+    """Return the layout of a bare model, or that which a wrapped one had, and still has.
+
+    Raises:
+        StateDictError: a wrapped model is not what it was when it was wrapped, see `check_unchanged`.
+    """
+    record = find_record(model)
+    if record is None:
+        return Layout.of(model)
+    check_unchanged(model, record.layout)
+    return record.layout
+
+
 def bare_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a model, wrapped or bare, by the bare model's names, a tied one by its first name.
 
     A wrapped model has them in the bare model's order, whatever objects they have become.
 
     Raises:
-        StateDictError: a wrapped model is not what it was when it was wrapped, see `check_unchanged`.
+        StateDictError: as `layout_of`.
     """
-    record = find_record(model)
-    layout = Layout.of(model) if record is None else record.layout
-    check_unchanged(model, layout)
-    return dict(zip(layout.parameters, model.parameters(), strict=True))
+    return dict(zip(layout_of(model).parameters, model.parameters(), strict=True))
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
     """Return all of the bare model's names for each parameter of a model, wrapped or bare."""
-    record = find_record(model)
-    layout = Layout.of(model) if record is None else record.layout
-    groups = {group[0]: group for group in layout.tied}
+    groups = {group[0]: group for group in layout_of(model).tied}
     return {parameter: groups.get(name, (name,)) for name, parameter in bare_parameters(model).items()}
 
 
 def bare_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter of the bare model by its name, a tied one by its first name."""
-    record = find_record(model)
-    layout = Layout.of(model) if record is None else record.layout
+    layout = layout_of(model)
     return {name: spec.shape for name in layout.parameters if (spec := layout.entries[name]) is not None}
 
 

@@ -18,7 +18,7 @@ from parallel_core.filling import check_can_be_filled
 from parallel_core.hookspecs import StateDictType
 from parallel_core.optimizer_state import named_groups, required_groups
 from parallel_core.optimizer_state_dicts import check_optimizer_state_dict
-from parallel_core.record import Layout, bare_parameters
+from parallel_core.record import bare_parameters, layout_of
 from parallel_core.state_dicts import (
     IncompatibleKeys,
     check_model_state_dict,
@@ -27,7 +27,6 @@ from parallel_core.state_dicts import (
     parse_state_dict_type,
 )
 from parallel_core.strategy import Strategy
-from parallel_core.unchanged import check_unchanged
 
 
 def model_state_dict(model: nn.Module, state_dict_type: StateDictType | str = StateDictType.FULL) -> dict[str, Any]:
@@ -44,9 +43,8 @@ def model_state_dict(model: nn.Module, state_dict_type: StateDictType | str = St
     """
     with ranks.comparison(StateDictError) as call:
         kind = parse_state_dict_type(state_dict_type)
-        record, strategy, model = settled(model)
-        layout = Layout.of(model) if record is None else record.layout
-        check_unchanged(model, layout)
+        _, strategy, model = settled(model)
+        layout = layout_of(model)
         call.mine = kind.value
     _check_alike(call.by_rank)
     entries = strategy.model_state_dict(model, kind)
@@ -107,8 +105,7 @@ def load_model_state_dict(
     with ranks.agreement(StateDictError):
         kind = parse_state_dict_type(state_dict_type)
         record, strategy, model = settled(model)
-        layout = Layout.of(model) if record is None else record.layout
-        check_unchanged(model, layout)
+        layout = layout_of(model)
         if record is None:
             check_can_be_filled(model)
     incompatible = check_model_state_dict(layout, state_dict, kind, strict=strict, cast=cast)
@@ -159,8 +156,8 @@ def load_optimizer_state_dict(
     """
     with ranks.agreement(StateDictError):
         kind = parse_state_dict_type(state_dict_type)
-        record, strategy, model = settled(model)
-        layout = Layout.of(model) if record is None else record.layout
+        _, strategy, model = settled(model)
+        layout = layout_of(model)
         groups = required_groups(optimizer, bare_parameters(model))
     checked = check_optimizer_state_dict(layout, groups, state_dict, kind)
     strategy.load_optimizer_state_dict(model, optimizer, checked, kind)

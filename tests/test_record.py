@@ -213,7 +213,7 @@ def test_what_is_no_model_is_refused() -> None:
     for call in (
         lambda: clip_grad_norm(model.parameters(), 1.0),
         lambda: model_state_dict(None),  # type: ignore[arg-type]  # slips of the user's
-        lambda: optimizer_state_dict(optimizer, model),  # type: ignore[arg-type]
+        lambda: optimizer_state_dict(optimizer, model),  # type: ignore[arg-type]  # in the wrong order
     ):
         with pytest.raises(WrapError, match=r"^expected a model, a torch.nn.Module, found (generator|NoneType|SGD)$"):
             call()

@@ -21,7 +21,7 @@ from parallel_core.checkpoint.manifest import RANDOM_STATES
 from parallel_core.checkpoint.matching import check_optimizer, match
 from parallel_core.checkpoint.objects import object_states, objects_loaded
 from parallel_core.checkpoint.opening import Saved, check_hashes, check_sizes, open_saved
-from parallel_core.checkpoint.options import check_alike
+from parallel_core.checkpoint.options import check_alike, check_is_model
 from parallel_core.checkpoint.reading import SavedReader
 from parallel_core.checkpoint.targets import targets_of
 from parallel_core.checkpoint.telling import as_checkpoint_error
@@ -30,8 +30,7 @@ from parallel_core.checkpoint.untrusted import parsed, read_file
 from parallel_core.errors import CheckpointError
 from parallel_core.filling import check_can_be_filled
 from parallel_core.optimizer_state import required_groups
-from parallel_core.record import Layout, bare_parameters
-from parallel_core.unchanged import check_unchanged
+from parallel_core.record import Layout, bare_parameters, layout_of
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,9 @@ def load_checkpoint(
     """
     background.wait_for_running()
     with ranks.agreement(CheckpointError):
-        if not isinstance(model, nn.Module):
-            raise CheckpointError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+        check_is_model(model)
         record, strategy, model = answering(model)
-        layout = Layout.of(model) if record is None else record.layout
-        check_unchanged(model, layout)
+        layout = layout_of(model)
         if record is None:
             check_can_be_filled(model)
         objects = dict(sorted((objects or {}).items()))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from parallel_core import ranks
 from parallel_core.checkpoint.folder import checkpoint_path
@@ -61,6 +62,16 @@ def checked_options(
     if max_file_bytes is not None and kind is StateDictType.SHARDED:
         raise CheckpointError("max_file_bytes is for state_dict_type='full'; under 'sharded' each rank has one file")
     return Options(checkpoint_path(path), kind, saved_dtype, max_file_bytes, keep_last, bool(checksum), random_state)
+
+
+def check_is_model(model: object) -> None:
+    """Refuse what is no model.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
 
 
 def check_alike(what: str, told: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from parallel_core.checkpoint import background as in_background
 from parallel_core.checkpoint.background import CheckpointSave
 from parallel_core.checkpoint.contents import model_part, objects_part, optimizer_part
 from parallel_core.checkpoint.job import agreed_job, copied_job, origin_of
-from parallel_core.checkpoint.options import check_alike, checked_options
+from parallel_core.checkpoint.options import check_alike, check_is_model, checked_options
 from parallel_core.checkpoint.publishing import write
 from parallel_core.checkpoint.telling import as_checkpoint_error
 from parallel_core.checkpoint.tree import encode
@@ -74,7 +74,8 @@ def save_checkpoint(
     """
     in_background.wait_for_running()
     with ranks.agreement(CheckpointError):
-        _check_kinds(model, optimizer)
+        check_is_model(model)
+        _check_is_optimizer(optimizer)
         record, strategy, model = settled(model)
         layout = Layout.of(model) if record is None else record.layout
         options = checked_options(path, state_dict_type, dtype, max_file_bytes, keep_last, checksum, random_state)
@@ -97,9 +98,7 @@ def save_checkpoint(
     return in_background.start(options.place, partial(write, job))
 
 
-def _check_kinds(model: object, optimizer: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise CheckpointError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+def _check_is_optimizer(optimizer: object) -> None:
     # An optimizer of one's own need not be torch's.
     if optimizer is not None and not (hasattr(optimizer, "state") and hasattr(optimizer, "param_groups")):
         raise CheckpointError(f"optimizer: expected a torch.optim.Optimizer or None, found {type(optimizer).__name__}")
