@@ -22,7 +22,7 @@ from parallel_core.checkpoint.telling import as_checkpoint_error
 from parallel_core.checkpoint.tree import encode
 from parallel_core.errors import CheckpointError
 from parallel_core.hookspecs import StateDictType
-from parallel_core.record import Layout
+from parallel_core.record import layout_of
 
 
 @as_checkpoint_error()
@@ -77,7 +77,7 @@ def save_checkpoint(
         check_is_model(model)
         _check_is_optimizer(optimizer)
         record, strategy, model = settled(model)
-        layout = Layout.of(model) if record is None else record.layout
+        layout = layout_of(model)
         options = checked_options(path, state_dict_type, dtype, max_file_bytes, keep_last, checksum, random_state)
     check_alike("save", {**options.told(), "optimizer": type(optimizer).__name__, "background": background})
     with ranks.agreement(CheckpointError):

@@ -394,3 +394,18 @@ def test_a_tensor_that_no_file_can_hold_is_named(tmp_path: Path) -> None:
     model.register_buffer("sparse", torch.eye(2).to_sparse())
     with pytest.raises(CheckpointError, match=r"'sparse': a tensor of torch\.sparse_coo float32 can't be saved"):
         parallel_core.save_checkpoint(tmp_path / "a", model)
+
+
+def test_a_model_that_was_changed_after_the_wrap_is_not_saved_without_the_change(ranks: Ranks, tmp_path: Path) -> None:
+    def work() -> str:
+        net = nn.Linear(2, 2)
+        net.register_buffer("mean", None)
+        model = parallel_core.wrap_model_for_training(net, CONFIGS["ddp"])
+        assert model is not None
+        net.mean = torch.zeros(2)
+        with pytest.raises(CheckpointError) as caught:
+            parallel_core.save_checkpoint(tmp_path / "a", model)
+        return str(caught.value).partition(";")[0]
+
+    assert ranks(work) == ["the model has changed since it was wrapped: the buffer 'mean' was added"] * 2
+    assert list(tmp_path.iterdir()) == []
