@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -41,14 +42,19 @@ class Ranks:
     Not available on Windows.
     """
 
-    def __init__(self, *, by_value: Callable[[], Iterable[ModuleType]] = tuple) -> None:
+    def __init__(
+        self, *, by_value: Callable[[], Iterable[ModuleType]] = tuple, coverage_in_turns: bool = False
+    ) -> None:
         """Prepare a pool; no process is started before the first call.
 
         Args:
             by_value: gives the modules that workers can't import by name; their functions and classes are sent whole.
+            coverage_in_turns: whether a call measures coverage on one of its ranks, the next call on the next one,
+                instead of on all of them.
         """
         self._pool = Pool()
         self._by_value = by_value
+        self._turns = itertools.count() if coverage_in_turns else None
 
     def __enter__(self) -> Self:
         return self
@@ -167,6 +173,7 @@ class Ranks:
                 process_group=process_group,
                 env=env or {},
                 filters=[tuple(entry) for entry in warnings.filters],
+                measured=range(world_size) if self._turns is None else [next(self._turns) % world_size],
             )
         )
 

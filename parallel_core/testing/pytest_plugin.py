@@ -16,6 +16,8 @@ from parallel_core.testing import conformance_table
 if TYPE_CHECKING:
     from parallel_core.testing.fixture import Ranks
 
+_COVERAGE = "ranks_coverage"
+
 # Failed assertions of the kit show their values, as those of the author's own tests do.
 pytest.register_assert_rewrite("parallel_core.testing.conformance")
 
@@ -37,8 +39,16 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
             pytrace=False,
         )
 
-    with Ranks(by_value=lambda: _modules_of_tests(request.session)) as runner:
+    with Ranks(
+        by_value=lambda: _modules_of_tests(request.session),
+        coverage_in_turns=_coverage_in_turns(request.config),
+    ) as runner:
         yield runner
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the setting of the fixture's."""
+    parser.addini(_COVERAGE, "ranks that a call measures coverage on: 'all', or one of them, 'in turns'", default="all")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -54,6 +64,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("conformance")
         for line in conformance_table.lines(table):
             terminalreporter.write_line(line)
+
+
+def _coverage_in_turns(config: pytest.Config) -> bool:
+    value = config.getini(_COVERAGE)
+    if value not in ("all", "in turns"):
+        raise pytest.UsageError(f"{_COVERAGE} is {value!r}: it must be 'all' or 'in turns'")
+    return bool(value == "in turns")
 
 
 def _modules_of_tests(session: pytest.Session) -> list[ModuleType]:

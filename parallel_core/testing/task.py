@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ class Task:
     process_group: bool
     env: Mapping[str, str | None]
     filters: list[tuple[Any, ...]]
+    measured: Collection[int]
+    """The ranks on which coverage is measured, if it is."""
 
     @contextmanager
     def calls(self) -> Iterator[list[Call]]:
@@ -49,7 +51,7 @@ class Task:
             timeout=self.timeout,
             backend=self.backend,
             store=store,
-            coverage=wanted(),
+            coverage=wanted() if rank in self.measured else "",
         )
 
 

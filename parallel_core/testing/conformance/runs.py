@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,15 +21,16 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
+    # All parameters in one operation, as on GPUs by default: many small steps of DTensors are slow.
+    return torch.optim.AdamW(parameters, lr=1e-2, foreach=True)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-2)
+    return torch.optim.SGD(parameters, lr=1e-2, foreach=True)
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, foreach=True)
 
 
 def for_each(
@@ -105,6 +106,19 @@ class Run:
         """Return copies of what this rank holds, by name."""
         return copied(parallel_core.model_state_dict(self.model, "sharded"))
 
+    def held(self, *, whole_from_rank_0: bool = False) -> dict[str, Any]:
+        """Return copies of what this rank holds of the model's and the optimizer's state, by its place in it.
+
+        Args:
+            whole_from_rank_0: give rank 0's instead of what each rank has whole, such as statistics of its own batches.
+        """
+        state: dict[str, Any] = {"model": parallel_core.model_state_dict(self.model, "sharded")}
+        if self.optimizer is not None:
+            state["optimizer"] = parallel_core.optimizer_state_dict(self.model, self.optimizer, "sharded")
+        values = dict(_leaves(state))
+        whole = {place: value for place, value in values.items() if not isinstance(value, DTensor)}
+        return copied(values | (ranks.all_gather(whole)[0] if whole_from_rank_0 else whole))
+
 
 def trained_and_reloaded(case: str, config: DistributedConfig | None) -> list[Any]:
     """Train for three steps; under a strategy, save and load state of both kinds.
@@ -129,6 +143,15 @@ def trained_and_reloaded(case: str, config: DistributedConfig | None) -> list[An
 def copied(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict of plain tensors with memory of their own: the local part of each DTensor."""
     return {name: local(value).clone() if isinstance(value, Tensor) else value for name, value in state_dict.items()}
+
+
+def _leaves(state: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (place, value) for all that is in a state dict, however deep."""
+    if isinstance(state, Mapping):
+        for name in sorted(state):
+            yield from _leaves(state[name], f"{place}[{name!r}]")
+    else:
+        yield place, state
 
 
 def cloned(state_dict: dict[str, Any]) -> dict[str, Any]:
