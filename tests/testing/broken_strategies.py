@@ -5,6 +5,7 @@ This file is copied beside a distribution's metadata and imported on ranks as a 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -27,9 +28,10 @@ class Sound:
     def wrap_model(self, model: Any) -> Any:
         self.start(model)
         model.is_quiet = False
+        owner = weakref.ref(model)  # a tensor's hook that held the model would keep both alive for good
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda parameter: self.average(model, parameter))
+                parameter.register_post_accumulate_grad_hook(lambda parameter: self.average(owner(), parameter))
         return model
 
     @hookimpl
