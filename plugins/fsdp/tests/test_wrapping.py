@@ -80,7 +80,7 @@ def test_a_threshold_that_nothing_meets_warns_with_the_value_that_would_do(ranks
         logger.addHandler(handler)
         try:
             wrapped(CASES["blocks"].build(), fsdp_auto_wrap_min_params=100_000_000)
-            wrapped(CASES["blocks"].build(), fsdp_auto_wrap_min_params=174)
+            wrapped(CASES["blocks"].build(), fsdp_auto_wrap_min_params=168)
             wrapped(nn.Sequential(nn.Tanh()))  # nothing to save
         finally:
             logger.removeHandler(handler)
@@ -88,8 +88,8 @@ def test_a_threshold_that_nothing_meets_warns_with_the_value_that_would_do(ranks
 
     expected = (
         "fsdp_auto_wrap_min_params = 100_000_000: no module has as many parameters, so the root holds them all and no "
-        "memory is saved; the largest modules are 'blocks.0' (174), 'blocks.1' (174), 'blocks.2' (174): set "
-        "fsdp_auto_wrap_min_params = 174 or less"
+        "memory is saved; the largest modules are 'blocks.0' (168), 'blocks.1' (168), 'blocks.0.up' (84): set "
+        "fsdp_auto_wrap_min_params = 168 or less"
     )
     assert ranks(work) == [[expected], []]
 
@@ -193,7 +193,7 @@ def test_initial_values_are_compared_where_they_are_not_taken_from_rank_0(ranks:
 
     assert ranks(work, True) == [["no error"], ["no error"]]
     message = (
-        "initial values differ between ranks, first those of 'blocks.0.up.weight' (12 of 18 tensors); seed all "
+        "initial values differ between ranks, first those of 'blocks.0.up.weight' (6 of 10 tensors); seed all "
         "ranks alike, or set fsdp_sync_module_states = true"
     )
     assert ranks(work, False) == [[message, True, False], [message, True, False]]
