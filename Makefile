@@ -17,7 +17,7 @@ export RES_OPTIONS := timeout:1 attempts:1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test lint format types unit demo clean FORCE
+.PHONY: help install test lint format types unit deep demo clean FORCE
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 12
@@ -41,8 +41,13 @@ types: $(STAMP)  ## mypy, strict
 		echo "$(RUN) mypy $$tests"; $(RUN) mypy $$tests; done
 
 # A file is run by one worker, from the longest on as tests/conftest.py has them, not from the one with most tests.
-unit: $(STAMP)  ## the tests, with coverage
-	$(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
+PYTEST := $(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+unit: $(STAMP)  ## the tests, with coverage, but for the deep ones
+	$(PYTEST) -m "not deep" --cov --cov-report=term
+
+deep: $(STAMP)  ## the tests that repeat what others try once, or combine all with all
+	$(PYTEST) -m deep
 
 demo: $(STAMP)  ## train a small language model on 2 CPU ranks; STRATEGY=ddp, fsdp or fsdp2
 	PARALLEL_CORE_BACKEND=gloo PARALLEL_CORE_PARALLEL_STRATEGY=$(STRATEGY) $(RUN) torch.distributed.run --standalone --nproc-per-node 2 \
