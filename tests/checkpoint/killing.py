@@ -24,7 +24,6 @@ import parallel_core
 from parallel_core import CheckpointError
 
 WORLD_SIZE = 2
-ROUNDS = 20
 PATIENCE = 20.0  # seconds that the rank which is left may need to notice
 
 
@@ -110,11 +109,11 @@ def found(folder: Path) -> dict[str, object]:
     return {"step": step, "alike": all(bool((number == step).all()) for number in numbers)}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, rounds: int) -> None:
     """Kill one rank, and all ranks, at random moments of saves of both kinds."""
     draw = random.Random(0)
     first = 0
-    for number in range(2 * ROUNDS):
+    for number in range(rounds):
         kind = ("full", "sharded")[number % 2]
         victims = [[0], [1], [0, 1], [0, 1]][number // 2 % 4]
         pids = [forked(rank, folder, first, kind) for rank in range(WORLD_SIZE)]
@@ -133,4 +132,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -305,6 +305,7 @@ def test_what_can_not_be_done_is_refused_with_its_reason(
     assert message in f"{caught.value}{capsys.readouterr().err}"
 
 
+@pytest.mark.deep
 @needs_proc
 def test_an_interrupt_leaves_no_process_behind_and_no_traceback_of_a_rank(tmp_path: Path) -> None:
     with launched("--output", tmp_path / "run") as (process, ranks):

@@ -31,21 +31,22 @@ class CheckpointClauses(Declaration):
 
         def work(case: str, config: Any) -> list[str]:
             run, other = Run(case, config, seed=1), Run(case, config, seed=2)
-            run.train(range(2))
+            run.train(range(1))
             before = run.held()
             for kind in KINDS:
                 parallel_core.save_checkpoint(
-                    tmp_path / case / kind, run.model, run.optimizer, state_dict_type=kind, extra={"step": 2}
+                    tmp_path / case / kind, run.model, run.optimizer, state_dict_type=kind, extra={"step": 1}
                 )
             lines = differences(run.held(), before, where="after the saves")
             expected = run.held(whole_from_rank_0=True)
             for kind in KINDS:
                 loaded = parallel_core.load_checkpoint(tmp_path / case / kind, other.model, other.optimizer)
-                if loaded != parallel_core.LoadedCheckpoint({"step": 2}, [], []):
+                if loaded != parallel_core.LoadedCheckpoint({"step": 1}, [], []):
                     lines.append(f"{kind}: {loaded}")
                 lines += differences(other.held(), expected, where=kind)
-                scramble(other.model)
-                other.train(range(1))  # the optimizer's state is another one again, too
+                if kind != KINDS[-1]:
+                    scramble(other.model)
+                    other.train(range(1))  # the optimizer's state is another one again, too
             return lines
 
         assert problems(ranks(for_each, self.cases_on(world_size), work, world_size=world_size)) == []
