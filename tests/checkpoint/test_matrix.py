@@ -20,7 +20,7 @@ CONFIGS = {
 }
 SAVED_BY = {"bare": 1, "ddp": 2, "fsdp": 2, "fsdp2": 2}
 LOADED_BY = {"bare": 1, "ddp": 2, "fsdp": 3, "fsdp2": 3}
-MODELS = {"language_model": adamw, "small_parameters": adamw, "adapter": momentum}
+MODELS = {"language_model": adamw, "adapter": momentum}
 
 
 class Reference(NamedTuple):

@@ -48,7 +48,7 @@ OPTIMIZERS: dict[str, Make] = {
 # LBFGS computes with all parameters laid end to end, and fsdp shows it pieces of them; torch lacks operations on
 # DTensors that the other two need for a step.
 NOT_UNDER = {"fsdp": {"LBFGS"}, "fsdp2": {"Adafactor", "Rprop"}}
-# Whose states differ most: in groups, of shapes of their own, in one entry for all parameters, with a tensor as an option.
+# Whose states differ most: in groups, of other shapes, in one entry for all parameters, with a tensor as an option.
 TELLING = {"AdamW in groups", "Adafactor", "LBFGS", "AdamW that is capturable"}
 
 

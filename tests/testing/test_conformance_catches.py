@@ -153,9 +153,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_kit(site: Path, clauses: Mapping[str, Iterable[str]]) -> Results:
     """Run clauses, by strategy, in one run of pytest that shares its ranks; none named means all."""
     tests = [
-        "::".join(("test_kit.py", f"Test{strategy}", *clause))
+        f"test_kit.py::Test{strategy}{clause}"
         for strategy, named in clauses.items()
-        for clause in ([(f"test_{name}",) for name in sorted(named)] or [()])
+        for clause in (sorted(f"::test_{name}" for name in named) or [""])
     ]
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junit-xml=results.xml", *tests],

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel_core.testing import Ranks
+from parallel_core.testing import Outcome, Ranks
+from parallel_core.testing.pool import Pool
+from parallel_core.testing.task import Task
 
 FACTOR = 10
 
@@ -284,6 +286,23 @@ def test_one_process_without_a_launcher_can_be_had(ranks: Ranks) -> None:
 def test_senseless_limits_are_refused(ranks: Ranks, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         ranks(os.getpid, **arguments)
+
+
+def test_coverage_is_measured_on_one_rank_a_call_in_turns_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def run(_: Pool, task: Task) -> list[Outcome]:
+        with task.calls() as calls:
+            found.append([call.coverage for call in calls])
+        return []
+
+    monkeypatch.setattr(Pool, "run", run)
+    monkeypatch.setattr("parallel_core.testing.task.wanted", lambda: "how")
+    for in_turns in (True, False):
+        with Ranks(coverage_in_turns=in_turns) as ranks:
+            for world_size in (2, 3, 2):
+                ranks(print, world_size=world_size)
+    assert found == [["how", ""], ["", "how", ""], ["how", ""], *(["how"] * size for size in (2, 3, 2))]
 
 
 def test_nccl_without_enough_gpus_is_an_error_on_every_rank(ranks: Ranks) -> None:

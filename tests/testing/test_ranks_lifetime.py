@@ -186,6 +186,12 @@ def test_a_run_that_does_not_use_the_fixture_imports_nothing_for_it(tmp_path: Pa
     assert process.returncode == 0, output
 
 
+def test_a_setting_that_is_none_of_the_two_is_refused(tmp_path: Path) -> None:
+    files = {"pytest.ini": "[pytest]\nranks_coverage = one\n", "test_inner.py": "def test_inner(ranks): ...\n"}
+    output, _ = start_pytest(tmp_path, files).communicate(timeout=LIMIT)
+    assert "ranks_coverage is 'one': it must be 'all' or 'in turns'" in output
+
+
 def test_without_cloudpickle_the_fixture_says_what_to_install(tmp_path: Path) -> None:
     hide = "import sys\nsys.modules['cloudpickle'] = None\n"
     process = start_pytest(tmp_path, {"conftest.py": hide, "test_inner.py": "def test_inner(ranks): ...\n"})

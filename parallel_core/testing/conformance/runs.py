@@ -117,7 +117,7 @@ class Run:
             state["optimizer"] = parallel_core.optimizer_state_dict(self.model, self.optimizer, "sharded")
         values = dict(_leaves(state))
         whole = {place: value for place, value in values.items() if not isinstance(value, DTensor)}
-        return copied(values | (ranks.all_gather(whole)[0] if whole_from_rank_0 else whole))
+        return copied(values | ranks.all_gather(whole)[0] if whole_from_rank_0 else values)
 
 
 def trained_and_reloaded(case: str, config: DistributedConfig | None) -> list[Any]:
@@ -148,7 +148,7 @@ def copied(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def _leaves(state: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (place, value) for all that is in a state dict, however deep."""
     if isinstance(state, Mapping):
-        for name in sorted(state):
+        for name in sorted(state, key=repr):
             yield from _leaves(state[name], f"{place}[{name!r}]")
     else:
         yield place, state

@@ -55,6 +55,7 @@ def memory_line(status: str, name: str) -> int:
     return int(next(line for line in status.splitlines() if line.startswith(name)).split()[1])
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's own account of a process")
 def test_a_rank_of_four_takes_less_than_45_percent_of_what_ddp_takes_under_fsdp2(ranks: Ranks) -> None:
     whole = min(ranks(peak, "ddp", world_size=4, timeout=120))
