@@ -37,19 +37,11 @@ def authors(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_suites(folder: Path, *options: str) -> str:
     """Return what pytest prints for both, in one run that shares its ranks; none of their tests fails."""
-    options = (
-        "-q",
-        "-W",
-        "error",
-        "-p",
-        "no:cacheprovider",
-        "--import-mode=importlib",
-        "--rootdir",
-        str(folder),
-        *options,
-    )
+    quietly = ("-q", "-W", "error", "-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir", folder)
     suites = (folder / "sketch" / "tests", folder / "localsgd" / "tests")
-    return python("-m", "pytest", *options, *suites, cwd=folder, limit=SUITE_LIMIT, PYTHONPATH=str(folder / "site"))
+    return python(
+        "-m", "pytest", *quietly, *options, *suites, cwd=folder, limit=SUITE_LIMIT, PYTHONPATH=str(folder / "site")
+    )
 
 
 @pytest.fixture(scope="module")
