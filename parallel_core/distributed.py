@@ -112,14 +112,19 @@ def _join(config: DistributedConfig) -> bool:
         # The launcher's store outlives the group: a second one must not find the addresses of the first in it. The
         # store does the counting, since processes may have joined other launches before.
         joined = store.add(f"parallel_core/joined/{rank}", 1)
+        store = dist.PrefixStore(f"parallel_core/{joined}", store)  # type: ignore[attr-defined]  # as above
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"parallel_core/{joined}", store),  # type: ignore[attr-defined]  # as above
+            store=store,
             rank=rank,
             world_size=world_size,
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
+        # A rank that failed at once would close the connections that others are still making.
+        if store.add("parallel_core/there", 1) == world_size:
+            store.set("parallel_core/all there", "")
+        store.wait(["parallel_core/all there"], timeout)
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "").rstrip(".")
         raise ProcessGroupError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,12 +107,31 @@ def test_the_group_is_left_when_the_block_fails_and_the_error_is_the_blocks_own(
     def work() -> tuple[str, bool]:
         try:
             with process_group(config_of()):
-                dist.barrier()  # a rank that fails before the others have joined is another error of theirs
                 raise ValueError("in the block")
         except ValueError as error:
             return str(error), dist.is_initialized()
 
     assert ranks(work, process_group=False) == [("in the block", False)] * 2
+
+
+def test_no_rank_is_in_the_block_before_all_have_joined(ranks: Ranks, tmp_path: Path) -> None:
+    """A rank that failed there would break the connections that the others are making."""
+
+    def work() -> bool:
+        def slow(*args: Any, **kwargs: Any) -> None:
+            join(*args, **kwargs)
+            if os.environ["RANK"] == "1":
+                time.sleep(0.5)
+                (tmp_path / "joined").touch()
+
+        join, dist.init_process_group = dist.init_process_group, slow
+        try:
+            with process_group(config_of()):
+                return (tmp_path / "joined").exists()
+        finally:
+            dist.init_process_group = join
+
+    assert ranks(work, process_group=False) == [True, True]
 
 
 def test_a_group_that_is_there_already_is_used_and_not_destroyed(ranks: Ranks) -> None:
