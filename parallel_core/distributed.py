@@ -126,6 +126,8 @@ def _join(config: DistributedConfig) -> bool:
             store.set("parallel_core/all there", "")
         store.wait(["parallel_core/all there"], timeout)
     except Exception as error:
+        if dist.is_initialized():  # this rank has joined, another one has not
+            dist.destroy_process_group()
         reason = next(iter(str(error).splitlines()), "").rstrip(".")
         raise ProcessGroupError(
             f"rank {rank} could not join {world_size} ranks at {os.environ['MASTER_ADDR']}:{port} within "

@@ -124,14 +124,30 @@ def test_no_rank_is_in_the_block_before_all_have_joined(ranks: Ranks, tmp_path: 
                 time.sleep(0.5)
                 (tmp_path / "joined").touch()
 
-        join, dist.init_process_group = dist.init_process_group, slow
-        try:
+        join = dist.init_process_group
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "init_process_group", slow)
             with process_group(config_of()):
                 return (tmp_path / "joined").exists()
-        finally:
-            dist.init_process_group = join
 
     assert ranks(work, process_group=False) == [True, True]
+
+
+def test_a_rank_that_has_joined_leaves_no_group_where_another_has_not(ranks: Ranks) -> None:
+    def work() -> tuple[str, bool]:
+        def wait(*_: object) -> None:
+            raise dist.DistStoreError("wait timeout")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist.PrefixStore, "wait", wait)  # type: ignore[attr-defined]  # not in its __all__
+            with pytest.raises(ProcessGroupError) as caught, process_group(config_of()):
+                pass
+        return str(caught.value), dist.is_initialized()
+
+    for rank, (message, is_initialized) in enumerate(ranks(work, process_group=False)):
+        assert f"rank {rank} could not join 2 ranks at " in message
+        assert "DistStoreError: wait timeout; check that every rank was started" in message
+        assert not is_initialized
 
 
 def test_a_group_that_is_there_already_is_used_and_not_destroyed(ranks: Ranks) -> None:
