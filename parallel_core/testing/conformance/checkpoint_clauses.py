@@ -12,14 +12,6 @@ from parallel_core.testing.conformance.declaration import Declaration
 from parallel_core.testing.conformance.runs import KINDS, Run, differences, for_each, problems, scramble
 
 
-def state_of(run: Run) -> dict[str, Any]:
-    """Return the full state of a run's model and optimizer: what rank 0 gets."""
-    found = {"model": run.full()}
-    if run.optimizer is not None:
-        found["optimizer"] = parallel_core.optimizer_state_dict(run.model, run.optimizer)
-    return found
-
-
 class CheckpointClauses(Declaration):
     """What `save_checkpoint` writes of a wrapped model, and what `load_checkpoint` makes of it."""
 
@@ -32,12 +24,12 @@ class CheckpointClauses(Declaration):
         def work(case: str, config: Any) -> list[str]:
             run, other = Run(case, config, seed=1), Run(case, config, seed=2)
             run.train(range(1))
-            expected, before = run.held(whole_from_rank_0=True), run.local()
+            expected, before = run.held(whole_from_rank_0=True), run.held()
             for kind in KINDS:
                 parallel_core.save_checkpoint(
                     tmp_path / case / kind, run.model, run.optimizer, state_dict_type=kind, extra={"step": 1}
                 )
-            lines = differences(run.local(), before, where="after the saves")
+            lines = differences(run.held(), before, where="after the saves")
             for kind in KINDS:
                 loaded = parallel_core.load_checkpoint(tmp_path / case / kind, other.model, other.optimizer)
                 if loaded != parallel_core.LoadedCheckpoint({"step": 1}, [], []):
@@ -61,14 +53,14 @@ class CheckpointClauses(Declaration):
                 parallel_core.save_checkpoint(
                     tmp_path / case / kind, run.model, run.optimizer, state_dict_type=kind, checksum=False
                 )
-            return state_of(run)
+            return run.state()
 
         def load(case: str, config: Any) -> list[str]:
             lines = []
             for kind in KINDS:
                 run = Run(case, config, seed=2)
                 parallel_core.load_checkpoint(tmp_path / case / kind, run.model, run.optimizer)
-                found = state_of(run)
+                found = run.state()
                 lines += differences(found, expected[case] if collective.rank() == 0 else found, where=kind)
             return lines
 

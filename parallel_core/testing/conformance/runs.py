@@ -106,18 +106,24 @@ class Run:
         """Return copies of what this rank holds, by name."""
         return copied(parallel_core.model_state_dict(self.model, "sharded"))
 
+    def state(self, kind: str = "full") -> dict[str, Any]:
+        """Return the state of the model and, where there is one, of the optimizer."""
+        found: dict[str, Any] = {"model": parallel_core.model_state_dict(self.model, kind)}
+        if self.optimizer is not None:
+            found["optimizer"] = parallel_core.optimizer_state_dict(self.model, self.optimizer, kind)
+        return found
+
     def held(self, *, whole_from_rank_0: bool = False) -> dict[str, Any]:
         """Return copies of what this rank holds of the model's and the optimizer's state, by its place in it.
 
         Args:
             whole_from_rank_0: give rank 0's instead of what each rank has whole, such as statistics of its own batches.
         """
-        state: dict[str, Any] = {"model": parallel_core.model_state_dict(self.model, "sharded")}
-        if self.optimizer is not None:
-            state["optimizer"] = parallel_core.optimizer_state_dict(self.model, self.optimizer, "sharded")
-        values = dict(_leaves(state))
-        whole = {place: value for place, value in values.items() if not isinstance(value, DTensor)}
-        return copied(values | ranks.all_gather(whole)[0] if whole_from_rank_0 else values)
+        values = dict(_leaves(self.state("sharded")))
+        if whole_from_rank_0:
+            whole = {place: value for place, value in values.items() if not isinstance(value, DTensor)}
+            values |= ranks.all_gather(whole)[0]
+        return copied(values)
 
 
 def trained_and_reloaded(case: str, config: DistributedConfig | None) -> list[Any]:
@@ -146,8 +152,8 @@ def copied(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(state: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (place, value) for all that is in a state dict, however deep."""
-    if isinstance(state, Mapping):
+    """Yield (place, value) for all that is in a state dict, however deep; what is empty is a value too."""
+    if isinstance(state, Mapping) and state:
         for name in sorted(state, key=repr):
             yield from _leaves(state[name], f"{place}[{name!r}]")
     else:
