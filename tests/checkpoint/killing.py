@@ -42,9 +42,10 @@ def model_at(step: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def save_without_end(rank: int, folder: Path, first: int, kind: str) -> None:
     """Save one step after the other, every other one in the place of the one before."""
+    meeting_point = str(folder.parent / f"store-{first}-{kind}")
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(str(folder.parent / f"store-{first}-{kind}"), WORLD_SIZE),  # type: ignore[attr-defined]
+        store=dist.FileStore(meeting_point, WORLD_SIZE),  # type: ignore[attr-defined]  # not in its __all__
         rank=rank,
         world_size=WORLD_SIZE,
         timeout=timedelta(seconds=60),

@@ -178,7 +178,5 @@ def test_training_goes_on_from_a_checkpoint_with_every_optimizer(
     ranks: Ranks, tmp_path: Path, strategy: str, names: set[str]
 ) -> None:
     """The losses that follow are those of a run which was neither saved nor stopped, to the last bit."""
-    assert ranks(saved_and_loaded, strategy, tmp_path, sorted(names - NOT_UNDER.get(strategy, set())), timeout=120) == [
-        [],
-        [],
-    ]
+    possible = sorted(names - NOT_UNDER.get(strategy, set()))
+    assert ranks(saved_and_loaded, strategy, tmp_path, possible, timeout=120) == [[], []]
