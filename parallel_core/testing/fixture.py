@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
@@ -43,18 +42,20 @@ class Ranks:
     """
 
     def __init__(
-        self, *, by_value: Callable[[], Iterable[ModuleType]] = tuple, coverage_in_turns: bool = False
+        self,
+        *,
+        by_value: Callable[[], Iterable[ModuleType]] = tuple,
+        measured: Callable[[int], Collection[int]] = range,
     ) -> None:
         """Prepare a pool; no process is started before the first call.
 
         Args:
             by_value: gives the modules that workers can't import by name; their functions and classes are sent whole.
-            coverage_in_turns: whether a call measures coverage on one of its ranks, the next call on the next one,
-                instead of on all of them.
+            measured: tells, of a number of ranks, which of them measure coverage in a call while this process does.
         """
         self._pool = Pool()
         self._by_value = by_value
-        self._turns = itertools.count() if coverage_in_turns else None
+        self._measured = measured
 
     def __enter__(self) -> Self:
         return self
@@ -173,7 +174,7 @@ class Ranks:
                 process_group=process_group,
                 env=env or {},
                 filters=[tuple(entry) for entry in warnings.filters],
-                measured=range(world_size) if self._turns is None else [next(self._turns) % world_size],
+                measured=self._measured(world_size),
             )
         )
 

@@ -5,7 +5,8 @@ pytest imports this module in every run of everyone who has parallel-core instal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Collection, Generator, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from parallel_core.testing.fixture import Ranks
 
 _COVERAGE = "ranks_coverage"
+_UNMEASURED = pytest.StashKey[bool]()
 
 # Failed assertions of the kit show their values, as those of the author's own tests do.
 pytest.register_assert_rewrite("parallel_core.testing.conformance")
@@ -41,9 +43,24 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
     with Ranks(
         by_value=lambda: _modules_of_tests(request.session),
-        coverage_in_turns=_coverage_in_turns(request.config),
+        measured=measured(request.config),
     ) as runner:
         yield runner
+
+
+def measured(config: pytest.Config) -> Callable[[int], Collection[int]]:
+    """Return what tells which ranks of a call measure coverage, by how many there are."""
+    value = config.getini(_COVERAGE)
+    if value not in ("all", "in turns"):
+        raise pytest.UsageError(f"{_COVERAGE} is {value!r}: it must be 'all' or 'in turns'")
+    turns = itertools.count()
+
+    def ranks_of(world_size: int) -> Collection[int]:
+        if config.stash.get(_UNMEASURED, False):
+            return ()
+        return range(world_size) if value == "all" else (next(turns) % world_size,)
+
+    return ranks_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,6 +73,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     conformance_table.mark(item)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Note whether a test is not to be measured: under xdist, pytest-cov measures on, and drops what it finds."""
+    marked = item.get_closest_marker("no_cover") is not None or "no_cover" in getattr(item, "fixturenames", ())
+    item.config.stash[_UNMEASURED] = marked
+    try:
+        return (yield)
+    finally:
+        item.config.stash[_UNMEASURED] = False
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the conformance table, if clauses have been run."""
     reports = [report for found in terminalreporter.stats.values() for report in found]
@@ -64,13 +92,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("conformance")
         for line in conformance_table.lines(table):
             terminalreporter.write_line(line)
-
-
-def _coverage_in_turns(config: pytest.Config) -> bool:
-    value = config.getini(_COVERAGE)
-    if value not in ("all", "in turns"):
-        raise pytest.UsageError(f"{_COVERAGE} is {value!r}: it must be 'all' or 'in turns'")
-    return bool(value == "in turns")
 
 
 def _modules_of_tests(session: pytest.Session) -> list[ModuleType]:

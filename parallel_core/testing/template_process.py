@@ -37,7 +37,8 @@ class Templates:
     """Makes workers: forks them from processes that have imported torch, which takes a fresh interpreter seconds.
 
     There are two templates, for even and for odd ranks. The ranks of a real run have a hash seed each, and a set that
-    they walk in different orders must show here too; what is forked has the seed of its template.
+    they walk in different orders must show here too; what is forked has the seed of its template. Where PYTHONHASHSEED
+    gives every process the same one, as it would the ranks of a real run, one template is enough.
     """
 
     def __init__(self) -> None:
@@ -51,12 +52,13 @@ class Templates:
             rank: what the worker will be used as.
             descriptors: of its channel to the pool, of the files for its stacks and for its output.
         """
-        template = self._running.get(rank % 2)
+        which = 0 if _one_hash_seed() else rank % 2
+        template = self._running.get(which)
         if template is None or template.code() is not None:
             template = _Template()
             self._all.append(template)
             if _FORKS:
-                self._running[rank % 2] = template
+                self._running[which] = template
         return Child(template, descriptors)
 
     def close(self) -> None:
@@ -67,6 +69,10 @@ class Templates:
             template.wait_gone()
         self._running.clear()
         self._all.clear()
+
+
+def _one_hash_seed() -> bool:
+    return (os.environ.get("PYTHONHASHSEED") or "random") != "random"
 
 
 class _Template:

@@ -14,6 +14,9 @@ from parallel_core import CheckpointError, DistributedConfig
 from parallel_core.testing import Ranks
 from parallel_core.testing.conformance.runs import KINDS, Run, differences
 
+# To measure takes half as long again as to run, and what runs here is measured where it is tried by itself.
+pytestmark = pytest.mark.no_cover
+
 CONFIGS = {
     "ddp": DistributedConfig(parallel_strategy="ddp"),
     "fsdp": DistributedConfig(parallel_strategy="fsdp", fsdp_mixed_precision="fp32", fsdp_auto_wrap_min_params=50),

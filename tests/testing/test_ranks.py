@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel_core.testing import Outcome, Ranks
+from parallel_core.testing import Outcome, Ranks, pytest_plugin, template_process
 from parallel_core.testing.pool import Pool
 from parallel_core.testing.task import Task
 
@@ -68,6 +69,29 @@ def test_ranks_beside_each_other_hash_differently(ranks: Ranks) -> None:
     # So they walk a set in different orders, as the ranks of a real run do, and what relies on its order shows.
     first, second, third = ranks(lambda: hash("a name"), world_size=3)
     assert first != second != third
+
+
+@pytest.mark.parametrize(("seed", "templates"), [(None, 2), ("random", 2), ("", 2), ("1", 1)])
+def test_one_template_serves_all_ranks_where_they_are_to_hash_alike(
+    monkeypatch: pytest.MonkeyPatch, seed: str | None, templates: int
+) -> None:
+    class Made:
+        count = 0
+
+        def __init__(self) -> None:
+            Made.count += 1
+
+        def code(self) -> None: ...
+
+    monkeypatch.setattr(template_process, "_Template", Made)
+    monkeypatch.setattr(template_process, "Child", lambda template, descriptors: None)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    made_by = template_process.Templates()
+    for rank in range(4):
+        made_by.make_worker(rank)
+    assert Made.count == templates
 
 
 def test_functions_of_every_kind_can_be_sent(ranks: Ranks) -> None:
@@ -288,21 +312,26 @@ def test_senseless_limits_are_refused(ranks: Ranks, arguments: dict[str, Any], m
         ranks(os.getpid, **arguments)
 
 
-def test_coverage_is_measured_on_one_rank_a_call_in_turns_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("setting", "expected"), [("in turns", [[0], [1], [0]]), ("all", [[0, 1], [0, 1, 2], [0, 1]])], ids=["turns", "all"]
+)
+def test_coverage_is_measured_on_all_ranks_or_on_one_a_call(
+    monkeypatch: pytest.MonkeyPatch, setting: str, expected: list[list[int]]
+) -> None:
     found = []
 
     def run(_: Pool, task: Task) -> list[Outcome]:
         with task.calls() as calls:
-            found.append([call.coverage for call in calls])
+            found.append([call.rank for call in calls if call.coverage])
         return []
 
     monkeypatch.setattr(Pool, "run", run)
     monkeypatch.setattr("parallel_core.testing.task.wanted", lambda: "how")
-    for in_turns in (True, False):
-        with Ranks(coverage_in_turns=in_turns) as ranks:
-            for world_size in (2, 3, 2):
-                ranks(print, world_size=world_size)
-    assert found == [["how", ""], ["", "how", ""], ["how", ""], *(["how"] * size for size in (2, 3, 2))]
+    config: Any = SimpleNamespace(getini={"ranks_coverage": setting}.get, stash=pytest.Stash())
+    with Ranks(measured=pytest_plugin.measured(config)) as ranks:
+        for world_size in (2, 3, 2):
+            ranks(print, world_size=world_size)
+    assert found == expected
 
 
 def test_nccl_without_enough_gpus_is_an_error_on_every_rank(ranks: Ranks) -> None:

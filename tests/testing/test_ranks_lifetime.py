@@ -81,10 +81,35 @@ def run_with_xdist_and_coverage(tmp_path_factory: pytest.TempPathFactory) -> Pat
             def test_inner(ranks):
                 assert ranks(work, world_size=1)[0] in ("first", "second")
             """,
+        "paused.py": """
+            def before():
+                return "unmeasured, before"
+
+            def between():
+                return "measured"
+
+            def after():
+                return "unmeasured, after"
+            """,
+        "test_pauses.py": """
+            import paused
+            import pytest
+
+            @pytest.mark.no_cover
+            def test_before(ranks):
+                ranks(paused.before, world_size=1)
+
+            def test_between(ranks):
+                ranks(paused.between, world_size=1)
+
+            @pytest.mark.no_cover
+            def test_after(ranks):
+                ranks(paused.after, world_size=1)
+            """,
         "pytest.ini": "[pytest]\npythonpath = .\n",
     }
     # "each" gives every test to every xdist worker.
-    options = ("-n", "2", "--dist", "each", "--cov=measured", "--cov-report=annotate:report")
+    options = ("-n", "2", "--dist", "each", "--cov=measured", "--cov=paused", "--cov-report=annotate:report")
     process = start_pytest(folder, files, *options)
     output, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, output
@@ -107,39 +132,8 @@ def test_what_ranks_execute_is_covered(run_with_xdist_and_coverage: Path) -> Non
     assert '!     return "unreached"' in lines
 
 
-def test_ranks_pause_their_coverage_where_the_test_does(tmp_path: Path) -> None:
-    files = {
-        "measured.py": """
-            def before():
-                return "unmeasured, before"
-
-            def between():
-                return "measured"
-
-            def after():
-                return "unmeasured, after"
-            """,
-        "test_inner.py": """
-            import measured
-            import pytest
-
-            @pytest.mark.no_cover
-            def test_before(ranks):
-                ranks(measured.before, world_size=1)
-
-            def test_between(ranks):
-                ranks(measured.between, world_size=1)
-
-            @pytest.mark.no_cover
-            def test_after(ranks):
-                ranks(measured.after, world_size=1)
-            """,
-        "pytest.ini": "[pytest]\npythonpath = .\n",
-    }
-    process = start_pytest(tmp_path, files, "--cov=measured", "--cov-report=annotate:report")
-    output, _ = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0, output
-    [report] = (tmp_path / "report").glob("*measured.py,cover")
+def test_ranks_pause_their_coverage_where_the_test_does(run_with_xdist_and_coverage: Path) -> None:
+    [report] = (run_with_xdist_and_coverage / "report").glob("*paused.py,cover")
     lines = [line for line in report.read_text().splitlines() if "return" in line]
     assert [line[0] for line in lines] == ["!", ">", "!"]
 

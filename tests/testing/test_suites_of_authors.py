@@ -14,6 +14,9 @@ from tests.commands import SUITE_LIMIT, install, python
 THIRD_PARTY = Path(__file__).parents[2] / "examples" / "third_party"
 
 
+# Both suites whole: what `make test` knows of these strategies is in the tests of the example and of the skeleton.
+pytestmark = pytest.mark.deep
+
 # What the table says of some clauses: of localsgd, and of a new strategy.
 CLAUSES = {
     "full state is the bare models": ("kept", "kept"),
@@ -21,7 +24,6 @@ CLAUSES = {
     "shares the parameters among the ranks": ("lacks", "lacks"),
     "tied parameters stay tied": ("kept", "kept"),
 }
-ASKS_NOTHING = "refuses what it declares to refuse"
 
 
 @pytest.fixture(scope="module")
@@ -35,36 +37,22 @@ def authors(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_suites(folder: Path, *options: str) -> str:
-    """Return what pytest prints for both, in one run that shares its ranks; none of their tests fails."""
-    quietly = ("-q", "-W", "error", "-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir", folder)
-    suites = (folder / "sketch" / "tests", folder / "localsgd" / "tests")
-    return python(
-        "-m", "pytest", *quietly, *options, *suites, cwd=folder, limit=SUITE_LIMIT, PYTHONPATH=str(folder / "site")
-    )
-
-
 @pytest.fixture(scope="module")
 def report(authors: Path) -> str:
-    """What is printed for some clauses."""
-    return run_suites(authors, "-k", " or ".join(clause.replace(" ", "_") for clause in (*CLAUSES, ASKS_NOTHING)))
+    """What pytest prints for both, in one run that shares its ranks; none of their tests fails."""
+    quietly = ("-q", "-W", "error", "-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir", authors)
+    suites = (authors / "sketch" / "tests", authors / "localsgd" / "tests")
+    return python("-m", "pytest", *quietly, *suites, cwd=authors, limit=SUITE_LIMIT, PYTHONPATH=str(authors / "site"))
 
 
-@pytest.mark.deep
-def test_both_keep_every_clause_or_lack_it(authors: Path) -> None:
-    report = run_suites(authors)
+def test_both_keep_every_clause_or_lack_it(report: str) -> None:
     rows = re.findall(r"^([a-z0-9 ]+?)  +(kept|lacks) +(kept|lacks)$", report, re.MULTILINE)
-    assert {clause for clause, *_ in rows} >= CLAUSES.keys()
     assert len(rows) > 50, report
     assert "BROKEN" not in report
 
 
-def test_both_pass_with_a_column_each_in_the_table(report: str) -> None:
+def test_both_have_a_column_in_the_table(report: str) -> None:
     assert re.search(r"^clause +localsgd +sketch$", report, re.MULTILINE), report
-
-
-def test_a_clause_that_asks_nothing_of_either_is_not_in_the_table(report: str) -> None:
-    assert ASKS_NOTHING not in report
 
 
 @pytest.mark.parametrize("clause", CLAUSES)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from parallel_core.testing.conformance import Capability, StrategyConformance
-
-# To measure takes half as long again as to run, and the kit is measured where fsdp2 runs it.
-pytestmark = pytest.mark.no_cover
 
 
 class TestDDP(StrategyConformance):

@@ -6,7 +6,7 @@ import pytest
 
 from parallel_core.testing.conformance import Capability, StrategyConformance
 
-# To measure takes half as long again as to run, and the kit is measured where fsdp2 runs it.
+# To measure takes half as long again as to run, and the kit is measured where ddp runs it.
 pytestmark = pytest.mark.no_cover
 
 

@@ -13,6 +13,9 @@ from parallel_core import ranks as collective
 from parallel_core.testing import Ranks
 from parallel_core.testing.conformance.runs import KINDS, Run, adamw, differences, momentum
 
+# To measure takes half as long again as to run, and what runs here is measured where it is tried by itself.
+pytestmark = pytest.mark.no_cover
+
 CONFIGS = {
     "bare": None,
     "ddp": DistributedConfig(parallel_strategy="ddp"),
@@ -36,7 +39,8 @@ HYBRID = {
         fsdp2_activation_checkpointing=True,
     ),
 }
-MODELS = ("language_model", "small_parameters", "adapter", "buffers", "own_names")
+MODELS = ("language_model", "small_parameters")
+MORE_MODELS = ("adapter", "blocks", "buffers", "own_names")
 
 
 def moved(case: str, start: Run, end: Run, kind: str) -> list[str]:
@@ -57,13 +61,19 @@ def moved(case: str, start: Run, end: Run, kind: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_state_moves_from_each_to_each_and_trains_on(ranks: Ranks, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "models"),
+    [
+        (2, MODELS),
+        *(pytest.param(*deep, marks=pytest.mark.deep) for deep in ((1, MODELS), (2, MORE_MODELS), (3, MODELS))),
+    ],
+)
+def test_state_moves_from_each_to_each_and_trains_on(ranks: Ranks, world_size: int, models: tuple[str, ...]) -> None:
     """Weights and optimizer state, full and sharded, are the same bits under another strategy, and so is the step."""
 
     def work() -> list[str]:
         found = []
-        for number, case in enumerate(MODELS if world_size == 2 else MODELS[:2]):
+        for number, case in enumerate(models):
             make: Any = (adamw, momentum)[number % 2]
             runs = {name: Run(case, config, seed=number, make_optimizer=make) for name, config in CONFIGS.items()}
             runs["ddp"].train(range(2))
@@ -78,17 +88,17 @@ def test_state_moves_from_each_to_each_and_trains_on(ranks: Ranks, world_size: i
     assert ranks(work, world_size=world_size, timeout=120) == [[]] * world_size
 
 
-def test_state_moves_to_and_from_groups_with_a_replica_each(ranks: Ranks) -> None:
+@pytest.mark.parametrize("case", ["language_model", pytest.param("own_names", marks=pytest.mark.deep)])
+def test_state_moves_to_and_from_groups_with_a_replica_each(ranks: Ranks, case: str) -> None:
     def work() -> list[str]:
         found = []
-        for case in ("language_model", "own_names"):
-            start, end = Run(case, CONFIGS["ddp"]), Run(case, CONFIGS["ddp"], seed=5)
-            start.train(range(2))
-            for config in HYBRID.values():
-                for kind in KINDS:
-                    middle = Run(case, config, seed=collective.rank())
-                    found += moved(case, start, middle, kind)
-                    found += moved(case, middle, end, kind)
+        start, end = Run(case, CONFIGS["ddp"]), Run(case, CONFIGS["ddp"], seed=5)
+        start.train(range(2))
+        for config in HYBRID.values():
+            for kind in KINDS:
+                middle = Run(case, config, seed=collective.rank())
+                found += moved(case, start, middle, kind)
+                found += moved(case, middle, end, kind)
         return found
 
     assert ranks(work, world_size=4, timeout=120) == [[]] * 4
