@@ -53,7 +53,11 @@ sync_module_states: bool = True
 
 # pytest-xdist hands out whole files in the order in which they were collected. The longest come first, so that the
 # last one is short; the workers then take turns at whatever is left.
-LONGEST = ("test_packaging.py", "test_conformance_catches.py", "test_suites_of_authors.py", "test_train_lm.py")
+LONGEST = (
+    *("test_packaging.py", "test_conformance_catches.py", "test_suites_of_authors.py", "test_train_lm.py"),
+    *("test_ranks_lifetime.py", "test_contents.py", "test_optimizers.py", "test_killed.py", "test_moving_state.py"),
+    *("test_background.py", "test_saving.py", "test_matrix.py", "test_ranks_failing.py", "test_code_blocks.py"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

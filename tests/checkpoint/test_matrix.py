@@ -12,9 +12,6 @@ from parallel_core import DistributedConfig
 from parallel_core.testing import Ranks
 from parallel_core.testing.conformance.runs import KINDS, Run, adamw, differences, momentum
 
-# To measure takes half as long again as to run, and what runs here is measured where it is tried by itself.
-pytestmark = pytest.mark.no_cover
-
 CONFIGS = {
     "bare": None,
     "ddp": DistributedConfig(parallel_strategy="ddp"),

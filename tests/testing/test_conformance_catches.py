@@ -246,3 +246,21 @@ def test_a_broken_strategy_fails_what_follows_from_it_and_nothing_else(all_resul
 def test_options_under_the_names_of_a_config_file_are_refused_where_they_are_declared() -> None:
     with pytest.raises(TypeError, match=r"without the strategy's prefix, found \['sound_twice'\]"):
         type("TestSound", (StrategyConformance,), {"strategy": "sound", "options": {"sound_twice": True}})
+
+
+@pytest.mark.parametrize("attribute", ["models", "refuses", "options_for"])
+def test_a_case_that_there_is_not_is_refused_where_it_is_declared(attribute: str) -> None:
+    with pytest.raises(TypeError, match=r"^TestSound: expected names of cases, found \['block'\]; cases are blocks, "):
+        type("TestSound", (StrategyConformance,), {"strategy": "sound", attribute: {"block": {}}})
+
+
+def test_no_more_cases_are_tried_than_are_declared() -> None:
+    few = {"strategy": "ddp", "models": ("blocks", "frozen", "batch_norm"), "refuses": {"batch_norm": "it"}}
+    kit: type[StrategyConformance] = type("TestFew", (StrategyConformance,), few)
+    found = [kit.cases(), kit.cases(training=True), kit.cases_on(2), kit.cases_on(3), kit.cases(exact=True)]
+    assert [list(cases) for cases in found] == [
+        ["blocks", "frozen"],
+        ["blocks"],
+        ["blocks", "frozen"],
+        *[["blocks"]] * 2,
+    ]

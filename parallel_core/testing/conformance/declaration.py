@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -36,6 +36,7 @@ class Declaration:
             models of a hundred parameters.
         options_for: further settings for some cases of `parallel_core.testing.models`, by the case's name.
         world_sizes: the numbers of ranks to run on, each at least 2.
+        models: the cases to try, by name, where all of them would take too long; what is left out is not shown.
         lacks: the capabilities that the strategy does not have, each with the reason. A clause that needs one of them
             is skipped and says so; a gap that is not declared here is a failure.
         refuses: the cases that the strategy refuses to wrap, each with a regular expression that the `WrapError` must
@@ -46,6 +47,7 @@ class Declaration:
     options: ClassVar[Mapping[str, Any]] = {}
     options_for: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     world_sizes: ClassVar[tuple[int, ...]] = (2,)
+    models: ClassVar[Collection[str]] = tuple(CASES)
     lacks: ClassVar[Mapping[Capability, str]] = {}
     refuses: ClassVar[Mapping[str, str]] = {}
 
@@ -57,7 +59,7 @@ class Declaration:
         ]
         if prefixed:
             raise TypeError(f"{cls.__name__}: options are written without the strategy's prefix, found {prefixed}")
-        unknown = sorted({*cls.options_for, *cls.refuses} - set(CASES))
+        unknown = sorted({*cls.options_for, *cls.models, *cls.refuses} - set(CASES))
         if unknown:
             raise TypeError(f"{cls.__name__}: expected names of cases, found {unknown}; cases are {', '.join(CASES)}")
 
@@ -90,7 +92,7 @@ class Declaration:
             exact: only those whose losses must be those of one process.
             telling: only a few, whose state lies in different ways, for what is shown for all of them elsewhere.
         """
-        found = [case for name, case in CASES.items() if name not in cls.refuses]
+        found = [case for name, case in CASES.items() if name in cls.models and name not in cls.refuses]
         if telling:
             found = [case for case in found if case.name in TELLING]
         if training or exact:

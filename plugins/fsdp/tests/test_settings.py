@@ -108,6 +108,9 @@ def test_with_checkpointing_each_unit_is_computed_twice_and_names_stay_bare(rank
 
 
 @pytest.mark.parametrize(
+    "cases", [("blocks", "language_model"), pytest.param(("small_parameters", "adapter"), marks=pytest.mark.deep)]
+)
+@pytest.mark.parametrize(
     ("settings", "world_size"),
     [
         ({"sharding": "grad_op"}, 2),
@@ -115,10 +118,8 @@ def test_with_checkpointing_each_unit_is_computed_twice_and_names_stay_bare(rank
     ],
 )
 def test_it_trains_as_one_process_does_and_its_state_comes_back(
-    ranks: Ranks, settings: dict[str, Any], world_size: int
+    ranks: Ranks, settings: dict[str, Any], world_size: int, cases: tuple[str, ...]
 ) -> None:
-    cases = ("blocks", "language_model", "small_parameters", "adapter")
-
     alone, together = dict.fromkeys(cases), dict.fromkeys(cases, config(**settings))
     (expected,) = ranks(for_each, alone, trained_and_reloaded, world_size=1, process_group=False)
     found = ranks(for_each, together, trained_and_reloaded, world_size=world_size)

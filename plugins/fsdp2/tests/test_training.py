@@ -23,6 +23,9 @@ def config(**settings: Any) -> DistributedConfig:
 
 
 @pytest.mark.parametrize(
+    "cases", [("language_model", "buffers"), pytest.param(("small_parameters", "adapter"), marks=pytest.mark.deep)]
+)
+@pytest.mark.parametrize(
     ("settings", "world_size"),
     [
         ({"sharding": "grad_op"}, 3),
@@ -32,10 +35,8 @@ def config(**settings: Any) -> DistributedConfig:
     ],
 )
 def test_it_trains_as_one_process_does_and_its_state_comes_back(
-    ranks: Ranks, settings: dict[str, Any], world_size: int
+    ranks: Ranks, settings: dict[str, Any], world_size: int, cases: tuple[str, ...]
 ) -> None:
-    cases = ("language_model", "small_parameters", "adapter", "buffers")
-
     alone, together = dict.fromkeys(cases), dict.fromkeys(cases, config(**settings))
     (expected,) = ranks(for_each, alone, trained_and_reloaded, world_size=1, process_group=False)
     found = ranks(for_each, together, trained_and_reloaded, world_size=world_size)
