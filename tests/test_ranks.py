@@ -351,14 +351,15 @@ def test_nothing_differs_where_there_are_no_tensors(ranks: Ranks) -> None:
 
 def test_comparing_takes_the_memory_of_one_tensor_at_a_time(ranks: Ranks) -> None:
     def work() -> int:
-        tensors = {str(index): torch.ones(1 << 20) for index in range(24)}  # 4 MiB each, written to
+        tensors = {str(index): torch.ones(1 << 20) for index in range(64)}  # 4 MiB each, written to
         core.differing_tensors({"warm up": tensors["0"]})
         dist.barrier()
         before = resident()
         core.differing_tensors(tensors)
         return resident() - before
 
-    assert max(ranks(work)) < 48 << 20  # half of what all of them take
+    # Half of what all of them take; what a process touches for the first time here can be a fifth.
+    assert max(ranks(work)) < 128 << 20
 
 
 def resident() -> int:
