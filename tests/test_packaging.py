@@ -187,7 +187,7 @@ def test_the_tests_of_a_plugin_pass_with_only_it_and_the_core_installed(
     if pytestconfig.getoption("cov_source", None):
         # This is the only run of these tests: what they cover is left where the outer run gathers its data.
         options = ["--cov", "--cov-report="]
-        variables = {"COVERAGE_FILE": str(pytestconfig.rootpath / f".coverage.{name}-alone")}
+        variables = {"COVERAGE_FILE": str(pytestconfig.rootpath / f".coverage.{name}-{which.replace(' ', '-')}")}
     report = run(
         environment / "bin" / "python",
         "-m",

@@ -112,11 +112,8 @@ from parallel_core.testing.conformance import Capability, StrategyConformance
 
 class Few(StrategyConformance):
     __test__ = False
+    models = ["buffers"]
     lacks = {Capability.SHARDING: "every rank holds the whole model", Capability.COMPILE: "it takes long to try"}
-
-    @classmethod
-    def cases(cls, **which):
-        return {"buffers": super().cases()["buffers"]}
 """
 CLASS = """
 class Test{name}(Few):
@@ -264,3 +261,10 @@ def test_no_more_cases_are_tried_than_are_declared() -> None:
         ["blocks", "frozen"],
         *[["blocks"]] * 2,
     ]
+
+
+def test_models_of_which_none_is_telling_are_tried_by_every_clause() -> None:
+    kit: type[StrategyConformance] = type(
+        "TestOne", (StrategyConformance,), {"strategy": "ddp", "models": ("buffers",)}
+    )
+    assert list(kit.cases(training=True, telling=True)) == list(kit.cases_on(3)) == ["buffers"]

@@ -55,6 +55,37 @@ def ended(pids: list[int], seconds: float = 20.0) -> bool:
     return not any(map(is_running, pids))
 
 
+# Functions of which ranks run one in a test that is measured, and two in tests that are not.
+PAUSES = {
+    "paused.py": """
+        def before():
+            return "unmeasured, before"
+
+        def between():
+            return "measured"
+
+        def after():
+            return "unmeasured, after"
+        """,
+    "test_pauses.py": """
+        import paused
+        import pytest
+
+        @pytest.mark.no_cover
+        def test_before(ranks):
+            ranks(paused.before, world_size=1)
+
+        def test_between(ranks):
+            ranks(paused.between, world_size=1)
+
+        @pytest.mark.no_cover
+        def test_after(ranks):
+            ranks(paused.after, world_size=1)
+        """,
+    "pytest.ini": "[pytest]\npythonpath = .\n",
+}
+
+
 @pytest.fixture(scope="module")
 def run_with_xdist_and_coverage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run two xdist workers with a rank each, and return the folder; it is looked at from several sides."""
@@ -81,32 +112,7 @@ def run_with_xdist_and_coverage(tmp_path_factory: pytest.TempPathFactory) -> Pat
             def test_inner(ranks):
                 assert ranks(work, world_size=1)[0] in ("first", "second")
             """,
-        "paused.py": """
-            def before():
-                return "unmeasured, before"
-
-            def between():
-                return "measured"
-
-            def after():
-                return "unmeasured, after"
-            """,
-        "test_pauses.py": """
-            import paused
-            import pytest
-
-            @pytest.mark.no_cover
-            def test_before(ranks):
-                ranks(paused.before, world_size=1)
-
-            def test_between(ranks):
-                ranks(paused.between, world_size=1)
-
-            @pytest.mark.no_cover
-            def test_after(ranks):
-                ranks(paused.after, world_size=1)
-            """,
-        "pytest.ini": "[pytest]\npythonpath = .\n",
+        **PAUSES,
     }
     # "each" gives every test to every xdist worker.
     options = ("-n", "2", "--dist", "each", "--cov=measured", "--cov=paused", "--cov-report=annotate:report")
@@ -132,10 +138,23 @@ def test_what_ranks_execute_is_covered(run_with_xdist_and_coverage: Path) -> Non
     assert '!     return "unreached"' in lines
 
 
+def marks_of_pauses(folder: Path) -> list[str]:
+    """Return how the report marks what the ranks returned: `>` was run, `!` was not."""
+    [report] = (folder / "report").glob("*paused.py,cover")
+    return [line[0] for line in report.read_text().splitlines() if "return" in line]
+
+
 def test_ranks_pause_their_coverage_where_the_test_does(run_with_xdist_and_coverage: Path) -> None:
-    [report] = (run_with_xdist_and_coverage / "report").glob("*paused.py,cover")
-    lines = [line for line in report.read_text().splitlines() if "return" in line]
-    assert [line[0] for line in lines] == ["!", ">", "!"]
+    assert marks_of_pauses(run_with_xdist_and_coverage) == ["!", ">", "!"]
+
+
+@pytest.mark.deep
+def test_ranks_that_were_started_in_a_pause_measure_after_it(tmp_path: Path) -> None:
+    # Without xdist nothing measures in a pause, so that the first call does not start to either.
+    process = start_pytest(tmp_path, PAUSES, "--cov=paused", "--cov-report=annotate:report")
+    output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, output
+    assert marks_of_pauses(tmp_path) == ["!", ">", "!"]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])

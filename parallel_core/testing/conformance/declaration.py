@@ -90,11 +90,12 @@ class Declaration:
         Args:
             training: only those with something to train.
             exact: only those whose losses must be those of one process.
-            telling: only a few, whose state lies in different ways, for what is shown for all of them elsewhere.
+            telling: only a few, whose state lies in different ways, for what is shown for all of them elsewhere; all
+                where none of these is left.
         """
         found = [case for name, case in CASES.items() if name in cls.models and name not in cls.refuses]
         if telling:
-            found = [case for case in found if case.name in TELLING]
+            found = [case for case in found if case.name in TELLING] or found
         if training or exact:
             found = [case for case in found if case.trains]
         if exact:
