@@ -7,7 +7,7 @@ import pytest
 from parallel_core.testing.conformance import Capability, StrategyConformance
 from parallel_core.testing.models import CASES
 
-# To measure takes half as long again as to run, and the kit is measured where the core's tests run it.
+# To measure takes half as long again as to run, and the kit is measured where fsdp2 runs it.
 pytestmark = pytest.mark.no_cover
 
 

@@ -7,9 +7,6 @@ import pytest
 from parallel_core.testing.conformance import StrategyConformance
 from parallel_core.testing.models import CASES
 
-# To measure takes half as long again as to run, and the kit is measured where the core's tests run it.
-pytestmark = pytest.mark.no_cover
-
 
 class TestFSDP2(StrategyConformance):
     strategy = "fsdp2"
