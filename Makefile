@@ -14,6 +14,8 @@ PLUGINS := $(wildcard plugins/*/pyproject.toml)
 export OMP_NUM_THREADS := 1
 # torch's TCP store asks for the name of each peer's address: a name server that does not answer costs 5 s each time.
 export RES_OPTIONS := timeout:1 attempts:1
+# A hundred processes import the same sources: they compile them once, even where the environment tells Python not to.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -41,7 +43,7 @@ types: $(STAMP)  ## mypy, strict
 		echo "$(RUN) mypy $$tests"; $(RUN) mypy $$tests; done
 
 # A file is run by one worker, from the longest on as tests/conftest.py has them, not from the one with most tests.
-PYTEST := $(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(RUN) pytest -p tests.early -n 2 --dist loadfile --no-loadscope-reorder
 
 unit: $(STAMP)  ## the tests, with coverage, but for the deep ones
 	$(PYTEST) -m "not deep" --cov --cov-report=term

@@ -181,21 +181,21 @@ def test_the_tests_of_a_plugin_pass_with_only_it_and_the_core_installed(
     environment = install(f"parallel-core[{name}]")
     assert_found(environment, [name], cwd=tmp_path)
     shutil.copytree(ROOT / "plugins" / name / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)  # for pytest's options; nothing in it leads to the source tree
+    # For pytest's options and for time; nothing in them leads to the source tree.
+    for file in (ROOT / "pyproject.toml", Path(__file__).with_name("early.py")):
+        shutil.copy(file, tmp_path)
     options: list[str] = []
-    variables: dict[str, str] = {}
+    # One hash seed for all ranks lets one process import torch for them; the deep run has a seed for each.
+    variables = {"PYTHONHASHSEED": "1"} if which == "not deep" else {}
     if pytestconfig.getoption("cov_source", None):
         # This is the only run of these tests: what they cover is left where the outer run gathers its data.
         options = ["--cov", "--cov-report="]
-        variables = {"COVERAGE_FILE": str(pytestconfig.rootpath / f".coverage.{name}-{which.replace(' ', '-')}")}
+        variables["COVERAGE_FILE"] = str(pytestconfig.rootpath / f".coverage.{name}-{which.replace(' ', '-')}")
     report = run(
         environment / "bin" / "python",
         "-m",
         "pytest",
-        "-c",
-        "pyproject.toml",
-        "-m",
-        which,
+        *("-c", "pyproject.toml", "-p", "early", "-m", which),
         *options,
         "tests",
         cwd=tmp_path,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
-import importlib
 import os
 import select
 import signal
@@ -14,12 +12,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from parallel_core.testing.measuring import begin
+from parallel_core.testing.preload import import_torch
 
 REQUEST = b"a worker, please"
 """The pool's message; four descriptors come with it."""
-
-# What every rank comes to import: for its process group, for shards, and at the first step of an optimizer.
-_MODULES = ("torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo")
 
 
 def main(control_fd: str, forks: str, coverage: str) -> None:
@@ -33,11 +29,7 @@ def main(control_fd: str, forks: str, coverage: str) -> None:
         forks: empty if this process is to become the first worker itself, where a fork of it can't be trusted.
         coverage: how to measure coverage, from `measuring.wanted`; empty if nothing is measured.
     """
-    gc.disable()  # nothing of what is imported is garbage: looking for some would take a sixth of the time
-    for module in _MODULES:
-        importlib.import_module(module)
-    gc.freeze()  # a collection in a worker that looked through all of torch would copy its memory too
-    gc.enable()
+    import_torch()
     if coverage:
         # Not sooner, as measuring slows the imports down. A forked process goes on, with a file of its own.
         begin(coverage)
