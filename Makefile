@@ -43,6 +43,7 @@ types: $(STAMP)  ## mypy, strict
 		echo "$(RUN) mypy $$tests"; $(RUN) mypy $$tests; done
 
 # A file is run by one worker, from the longest on as tests/conftest.py has them, not from the one with most tests.
+# tests/early.py changes nothing but the time.
 PYTEST := $(RUN) pytest -p tests.early -n 2 --dist loadfile --no-loadscope-reorder
 
 unit: $(STAMP)  ## the tests, with coverage, but for the deep ones

@@ -11,7 +11,7 @@ from tests.checkpoint import killing
 from tests.commands import python
 
 
-@pytest.mark.parametrize("rounds", [8, pytest.param(40, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("rounds", [6, pytest.param(40, marks=pytest.mark.deep)])
 def test_after_a_kill_at_any_moment_the_last_complete_checkpoint_loads(tmp_path: Path, rounds: int) -> None:
     """One rank killed, or all, in saves of both kinds: what loads is whole, and no older than what was reported saved.
 

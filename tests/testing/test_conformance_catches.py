@@ -104,6 +104,9 @@ FAULTS = {
     "ForgetsTheOptions": Fault("optimizer_state_comes_back"),
 }
 STRATEGIES = ("Sound", *FAULTS)
+BROKEN = {fault.breaks for fault in FAULTS.values()}
+# What the table of the kit is looked at for, beside those: a clause that it lacks, and one that asks nothing.
+IN_THE_TABLE = {"trains_compiled", "refuses_what_it_declares_to_refuse"}
 
 # One model is enough, beside the two that clauses ask for by name: the kit's own breadth is not tried here.
 SUITE = """
@@ -170,14 +173,15 @@ def run_kit(site: Path, clauses: Mapping[str, Iterable[str]]) -> Results:
 
 @pytest.fixture(scope="module")
 def results(site: Path) -> Results:
-    """Run the sound strategy on all clauses, each broken one on the one that it breaks."""
-    return run_kit(site, {"Sound": (), **{strategy: {fault.breaks} for strategy, fault in FAULTS.items()}})
+    """Run each broken strategy on the clause that it breaks, and the sound one on all of these."""
+    broken = {strategy: {fault.breaks} for strategy, fault in FAULTS.items()}
+    return run_kit(site, {"Sound": BROKEN | IN_THE_TABLE, **broken})
 
 
 @pytest.fixture(scope="module")
 def all_results(site: Path) -> Results:
-    """Run every broken strategy on every clause."""
-    return run_kit(site, dict.fromkeys(FAULTS, ()))
+    """Run every strategy on every clause."""
+    return run_kit(site, dict.fromkeys(STRATEGIES, ()))
 
 
 def read_results(path: Path, printed: str) -> Results:
@@ -194,9 +198,9 @@ def read_results(path: Path, printed: str) -> Results:
     return found
 
 
-def test_a_sound_strategy_fails_nothing(results: Results) -> None:
+def test_a_sound_strategy_passes_what_a_broken_one_fails(results: Results) -> None:
     assert results.failed["Sound"] == {}
-    assert {fault.breaks for fault in FAULTS.values()} <= results.passed["Sound"]
+    assert results.passed["Sound"] >= BROKEN
 
 
 @pytest.mark.parametrize("strategy", FAULTS)
@@ -230,6 +234,11 @@ def table_of(printed: str) -> dict[str, dict[str, str]]:
     return {
         row[0].replace(" ", "_"): dict(zip(head[1:], row[1:], strict=True)) for row in rows if len(row) == len(head)
     }
+
+
+@pytest.mark.deep
+def test_a_sound_strategy_fails_nothing(all_results: Results) -> None:
+    assert all_results.failed["Sound"] == {}
 
 
 @pytest.mark.deep
