@@ -226,7 +226,9 @@ def test_an_object_saved_without_state_is_left_as_it_is(tmp_path: Path) -> None:
     assert enabled.get_scale() == 8.0
 
 
-def test_an_object_that_does_not_take_its_state_leaves_all_as_it_was(tmp_path: Path) -> None:
+def test_an_object_that_does_not_take_its_state_leaves_all_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Picky:
         def state_dict(self) -> dict[str, Any]:
             return {"a": 1}
@@ -244,8 +246,8 @@ def test_an_object_that_does_not_take_its_state_leaves_all_as_it_was(tmp_path: P
     run.train(range(1))
     scheduler.step()
     before = run.full(), scheduler.state_dict()
-    picky.load_state_dict = lambda state: {}[state["a"]] if state == {"a": 1} else None  # type: ignore[method-assign]
-    picky.state_dict = lambda: {"a": 3}  # type: ignore[method-assign]
+    monkeypatch.setattr(picky, "load_state_dict", lambda state: {}[state["a"]] if state == {"a": 1} else None)
+    monkeypatch.setattr(picky, "state_dict", lambda: {"a": 3})
     objects = {"scheduler": scheduler, "picky": picky}
     with pytest.raises(CheckpointError, match=r"objects\['picky'\] \(Picky\) does not take the state that was saved"):
         parallel_core.load_checkpoint(tmp_path / "a", run.model, run.optimizer, objects=objects)

@@ -14,7 +14,7 @@ from parallel_core.testing import Ranks
 from parallel_core.testing.conformance.declaration import Capability, Declaration
 from parallel_core.testing.conformance.runs import Run, differences
 
-#: `aot_eager` without what that looks for to save memory, which takes 2 s to import on each rank.
+#: `aot_eager` without its search for memory to save, which takes more than a second to import on each rank.
 BACKEND = "aot_eager_default_partitioner"
 
 
