@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from parallel_core import ranks
-from parallel_core.errors import WrapError
+from parallel_core.errors import ParallelCoreError, StateDictError, WrapError
 from parallel_core.record import Layout
 from parallel_core.strategy_config import CORE_FIELDS
 
@@ -78,18 +78,58 @@ def check_optimizers_alike(by_rank: list[str]) -> None:
     raise_differences(told, _told_differences, "make the same optimizer on every rank")
 
 
-def raise_differences(found: list[T], differences: Callable[[T, T, int], Iterable[str]], advice: str) -> None:
+class Call(NamedTuple):
+    """What a verb on state was called with; must be the same on all ranks.
+
+    Attributes:
+        told: in words, by the names of the arguments.
+        layout: that of the model.
+        sharded_state: the names of what the optimizer has as DTensors, each of which all ranks put together.
+    """
+
+    told: dict[str, str]
+    layout: Layout
+    sharded_state: tuple[str, ...] = ()
+
+
+def check_calls_alike(by_rank: list[Call]) -> None:
+    """Refuse to go on unless the verb was called in the same way on all ranks, for the same model.
+
+    Raises:
+        StateDictError: it was not; the same error on every rank.
+    """
+    told = [call.told for call in by_rank]
+    raise_differences(told, _told_differences, "make the same call on every rank", StateDictError)
+    layouts = [call.layout for call in by_rank]
+    raise_differences(layouts, layout_differences, "pass the same model on every rank", StateDictError)
+    states = [call.sharded_state for call in by_rank]
+    raise_differences(states, _state_differences, "take the same steps on every rank", StateDictError)
+
+
+def raise_differences(
+    found: list[T],
+    differences: Callable[[T, T, int], Iterable[str]],
+    advice: str,
+    kind: type[ParallelCoreError] = WrapError,
+) -> None:
     """Raise one error about what the ranks have found, if it is not the same as on rank 0."""
     lines = [line for index, other in enumerate(found) for line in differences(found[0], other, index)]
     if lines:
         more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
-        raise WrapError(f"the ranks do not agree: {'; '.join(lines[:5])}{more}; {advice}")
+        raise kind(f"the ranks do not agree: {'; '.join(lines[:5])}{more}; {advice}")
 
 
 def _told_differences(first: dict[str, str], other: dict[str, str], index: int) -> Iterator[str]:
     for name in first:
         if name in other and first[name] != other[name]:
             yield f"{name} is {first[name]} on rank 0, {other[name]} on rank {index}"
+
+
+def _state_differences(first: tuple[str, ...], other: tuple[str, ...], index: int) -> Iterator[str]:
+    for name in dict.fromkeys((*first, *other)):
+        if (name in first) != (name in other):
+            there, lacking = (0, index) if name in first else (index, 0)
+            yield f"the optimizer has {name} on rank {there}, and not on rank {lacking}"
 
 
 def meta_differences(first: dict[str, str], other: dict[str, str], index: int) -> Iterator[str]:

@@ -63,14 +63,22 @@ def model_state_dict(model: nn.Module, state_dict_type: StateDictType) -> dict[s
 @hookimpl
 def load_model_state_dict(model: nn.Module, state_dict: dict[str, Any], state_dict_type: StateDictType) -> None:
     from parallel_core import tensors
-    from parallel_core.record import bare_state, inner_module, load_extra_state, spec_of
+    from parallel_core.names import bare_names
+    from parallel_core.record import bare_state, inner_module, spec_of
 
     inner = inner_module(model)
     state = bare_state(inner)
     for name, value in state_dict.items():
         if spec_of(name, state[name]) is not None:
             tensors.assign(state[name], value, state_dict_type)
-    load_extra_state(inner, state_dict)
+    bare = bare_names(inner)
+    own = {
+        name: state_dict[bare(name)]
+        for name, value in inner.state_dict(keep_vars=True).items()
+        if spec_of(name, value) is None and bare(name) in state_dict
+    }
+    if own:
+        inner.load_state_dict(own, strict=False)  # hands extra state to the modules that it belongs to
 
 
 @hookimpl

@@ -1,4 +1,4 @@
-"""Whether loading can fill a bare model: its tensors have memory, and its state dict shows them and no copies."""
+"""Whether a model can be read and filled: its tensors have memory, and its state dict shows them and no copies."""
 
 from __future__ import annotations
 
@@ -7,16 +7,48 @@ from torch import nn
 
 from parallel_core.errors import StateDictError, WrapError
 from parallel_core.meta_model import meta_tensors
-from parallel_core.record import bare_state, spec_of
+from parallel_core.record import Record, bare_state, spec_of
 from parallel_core.state_dicts import named
+from parallel_core.tensors import storage
 
 
-def check_can_be_filled(model: nn.Module) -> None:
-    """Refuse a bare model into which nothing can be loaded; for a wrapped one, the wrap has seen to it.
+def check_can_be_read(model: nn.Module, record: Record | None) -> None:
+    """Refuse a model that has no values.
+
+    Args:
+        model: the model.
+        record: the record of a wrapped one, which has them.
 
     Raises:
-        StateDictError: its tensors have no memory, or its state dict has copies of them.
+        StateDictError: its tensors have no memory.
     """
+    if record is None and (on_meta := meta_tensors(model)):
+        raise StateDictError(
+            f"{named('on the meta device, without values to read', on_meta)}; give the model values first: load a "
+            f"state dict, or wrap it"
+        )
+
+
+def check_can_be_filled(model: nn.Module, record: Record | None) -> None:
+    """Refuse a model into which nothing can be loaded.
+
+    Args:
+        model: the model.
+        record: the record of a wrapped one, of which the wrap has seen to most.
+
+    Raises:
+        StateDictError: its tensors have no memory, or its state dict has copies of them, or one was made under
+            `torch.inference_mode()`.
+    """
+    if not torch.is_inference_mode_enabled():
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        if fixed := [name for name, tensor in tensors.items() if tensor.is_inference()]:
+            raise StateDictError(
+                f"{named('made under torch.inference_mode(), and not to be written outside of it', fixed)}; make them "
+                f"outside of it, or load under it"
+            )
+    if record is not None:
+        return
     if on_meta := meta_tensors(model):
         raise StateDictError(
             f"{named('on the meta device', on_meta)}; give the model memory first (model.to_empty(device=...)), or "
@@ -49,15 +81,9 @@ def _copied_entries(model: nn.Module) -> list[str]:
     A hook of a module's has put copies there, in another dtype, say.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    own = {*map(id, tensors), *map(_storage, tensors)}
+    own = {*map(id, tensors), *map(storage, tensors)}
     return [
         name
         for name, value in bare_state(model).items()
-        if spec_of(name, value) is not None and id(value) not in own and _storage(value) not in own
+        if spec_of(name, value) is not None and id(value) not in own and storage(value) not in own
     ]
-
-
-def _storage(tensor: torch.Tensor) -> tuple[str, int]:
-    """Return what a tensor has in common with its views; of one without memory of its own kind, what nothing has."""
-    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return ("storage", tensor.untyped_storage()._cdata) if plain else ("tensor", id(tensor))

@@ -9,7 +9,7 @@ import ctypes
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,29 +31,34 @@ def world_size() -> int:
 
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's value, by rank. The values are pickled: small ones only, never tensors."""
+    """Return every rank's value, by rank. The values are pickled: small ones only, never tensors.
+
+    Raises:
+        RankError: a rank's value can't be pickled; the same error on every rank.
+    """
     if _size(group) == 1:
         return [value]
     # One collective where torch's all_gather_object takes two: nearly all values are short, and most a plain None.
-    data = pickle.dumps(value)
+    data = _packed(value)
     found = _all_gather_bytes(len(data).to_bytes(_HEADER) + data, _SHORT, group)
     lengths = [int.from_bytes(each[:_HEADER]) for each in found]
     if max(lengths) > _SHORT - _HEADER:
         found = [bytes(_HEADER) + each for each in _all_gather_bytes(data, max(lengths), group)]
-    return [
-        pickle.loads(each[_HEADER : _HEADER + length])  # noqa: S301  # from this program's other ranks
-        for each, length in zip(found, lengths, strict=True)
-    ]
+    return _unpacked([each[_HEADER : _HEADER + length] for each, length in zip(found, lengths, strict=True)])
 
 
 def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Return rank 0's value on every rank; what the other ranks pass is ignored. Pickled, as in `all_gather`."""
+    """Return rank 0's value on every rank; what the other ranks pass is ignored. Pickled, as in `all_gather`.
+
+    Raises:
+        RankError: as `all_gather`.
+    """
     if _size(group) == 1:
         return value
-    values = [value]
+    packed = [_packed(value) if rank() == 0 else b""]
     with in_contact():
-        dist.broadcast_object_list(values, src=0, group=group)
-    return values[0]
+        dist.broadcast_object_list(packed, src=0, group=group)
+    return _unpacked(packed)[0]
 
 
 @contextmanager
@@ -83,6 +88,27 @@ def reachable_device(device: torch.device, group: dist.ProcessGroup | None = Non
     return (
         torch.device(served[0], torch.accelerator.current_device_index()) if served[0] != "cpu" else torch.device("cpu")
     )
+
+
+class _Unsent(NamedTuple):
+    """Goes in the place of a value that can't be pickled: the other ranks wait for something."""
+
+    reason: str
+
+
+def _packed(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:  # whatever a strange object raises
+        return pickle.dumps(_Unsent(f"{type(error).__name__}: {error}"))
+
+
+def _unpacked(packed: list[bytes]) -> list[Any]:
+    values = [pickle.loads(each) for each in packed]  # noqa: S301  # from this program's other ranks
+    for index, value in enumerate(values):
+        if isinstance(value, _Unsent):
+            raise RankError(f"rank {index} has a value that can't be sent to the other ranks by pickle: {value.reason}")
+    return values
 
 
 def _all_gather_bytes(data: bytes, size: int, group: dist.ProcessGroup | None) -> list[bytes]:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from parallel_core.errors import StateDictError
+from parallel_core.tensors import is_dtensor
 
-__all__ = ["load_named_state", "named_groups", "required_groups"]
+__all__ = ["load_named_state", "named_groups", "optimizer_told", "required_groups", "sharded_entries"]
 
 
 def named_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
@@ -26,8 +27,10 @@ def named_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torc
         parameters: the model's parameters by name.
 
     Raises:
-        StateDictError: the optimizer holds a parameter that is not among them.
+        StateDictError: it is no optimizer, or it holds a parameter that is not among them.
     """
+    if not hasattr(optimizer, "param_groups"):  # one of a user's own need not be torch's
+        raise StateDictError(f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
     name_of = {parameter: name for name, parameter in parameters.items()}
     strangers = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in name_of]
     if strangers:
@@ -43,6 +46,22 @@ def named_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torc
         }
         for group in optimizer.param_groups
     ]
+
+
+def optimizer_told(optimizer: torch.optim.Optimizer) -> str:
+    """Return in words what must be alike on all ranks."""
+    counts = [len(group["params"]) for group in optimizer.param_groups]
+    return f"{type(optimizer).__name__} with groups of {counts} parameters"
+
+
+def sharded_entries(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """Return the names of what an optimizer has as DTensors: putting one together takes all ranks."""
+    return tuple(
+        f"{key!r} of {name!r}"
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if is_dtensor(value)
+    )
 
 
 def required_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:

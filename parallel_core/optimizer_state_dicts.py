@@ -10,6 +10,7 @@ import torch
 
 from parallel_core import ranks
 from parallel_core.hookspecs import StateDictType
+from parallel_core.outlines import on_meta, outlined, sent, unsendable
 from parallel_core.record import Layout, TensorSpec
 from parallel_core.state_dicts import (
     Verdict,
@@ -17,8 +18,6 @@ from parallel_core.state_dicts import (
     describe,
     entries_number,
     named,
-    on_meta,
-    outlined,
     verdict_of,
 )
 from parallel_core.tensors import is_dtensor
@@ -44,9 +43,9 @@ def check_optimizer_state_dict(
         StateDictError: it does not fit; the same error on every rank.
     """
     verdict = verdict_of(state_dict_type, lambda: _judge(layout, groups, state_dict, state_dict_type))
-    agree_on(verdict, (state_dict_type.value,), strict=True, of_what="optimizer")
-    if state_dict_type is StateDictType.FULL:
-        outline = ranks.broadcast(_mapped(layout, state_dict, outlined) if ranks.rank() == 0 else None)
+    agree_on(verdict, strict=True, of_what="optimizer")
+    if state_dict_type is StateDictType.FULL and ranks.world_size() > 1:
+        outline = sent(_mapped(layout, state_dict, outlined) if ranks.rank() == 0 else None)
         if ranks.rank():
             return _mapped(layout, outline, on_meta)
     return _mapped(layout, state_dict, lambda value: value)
@@ -56,7 +55,9 @@ def _judge(layout: Layout, groups: Groups, state_dict: Any, state_dict_type: Sta
     found = list(optimizer_problems(layout, groups, state_dict))
     state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
     if isinstance(state, Mapping) and all(isinstance(values, Mapping) for values in state.values()):
-        found += _tensor_problems(state, state_dict_type)
+        found += _value_problems(state, state_dict_type)
+    if not found:
+        found += unsendable("'param_groups'", state_dict["param_groups"], state_dict_type)
     if found:
         return Verdict([], [], found)
     entries = [
@@ -105,12 +106,20 @@ def _group_problems(own: Groups, saved: Groups) -> Iterator[str]:
         options = [key for key in group if key not in other]
         if options:
             yield named(f"group {index} of the state dict lacks options; it is another kind of optimizer's", options)
-        for key in (key for key in group if key in other and _is_number(group[key]) and not _is_number(other[key])):
-            yield f"group {index}, {key!r}: expected a number, found {other[key]!r:.80}"
+        for key in (key for key in group if key in other):
+            if _is_number(group[key]) and not _is_number(other[key]):
+                yield f"group {index}, {key!r}: expected a number, found {other[key]!r:.80}"
+            elif key != "params" and _are_numbers(group[key]) and not _are_numbers(other[key], len(group[key])):
+                yield f"group {index}, {key!r}: expected {len(group[key])} numbers, found {other[key]!r:.80}"
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Number | torch.Tensor) and not isinstance(value, bool)
+
+
+def _are_numbers(value: Any, count: int | None = None) -> bool:
+    is_sequence = isinstance(value, list | tuple) and len(value) > 0 and count in (None, len(value))
+    return is_sequence and all(map(_is_number, value))
 
 
 def _shape_problems(layout: Layout, state: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -125,13 +134,13 @@ def _shape_problems(layout: Layout, state: Mapping[str, Mapping[str, Any]]) -> I
                 yield (f"{name!r}, {key!r}: wrong shape: the model's parameter is {spec}, the state {describe(value)}")
 
 
-def _tensor_problems(state: Mapping[str, Mapping[str, Any]], state_dict_type: StateDictType) -> Iterator[str]:
+def _value_problems(state: Mapping[str, Mapping[str, Any]], state_dict_type: StateDictType) -> Iterator[str]:
     for name, values in state.items():
         for key, value in values.items():
             where = f"{name!r}, {key!r}"
             if not isinstance(value, torch.Tensor):
-                continue
-            if is_dtensor(value) and state_dict_type is StateDictType.FULL:
+                yield from unsendable(where, value, state_dict_type)
+            elif is_dtensor(value) and state_dict_type is StateDictType.FULL:
                 yield f"{where}: found a DTensor in a full state dict; pass state_dict_type='sharded'"
             elif value.is_meta:
                 yield f"{where}: found a tensor on the meta device, which has no values"

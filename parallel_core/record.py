@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from parallel_core.dtypes import dtype_name
 from parallel_core.errors import WrapError
 from parallel_core.names import bare_names, uncompiled
 from parallel_core.unchanged import check_unchanged, persistent_buffers
@@ -50,7 +51,7 @@ class TensorSpec:
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return f"{dtype_name(self.dtype)}{list(self.shape)}"
 
 
 def spec_of(name: str, value: object) -> TensorSpec | None:
@@ -235,15 +236,3 @@ def bare_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter of the bare model by its name, a tied one by its first name."""
     layout = layout_of(model)
     return {name: spec.shape for name in layout.parameters if (spec := layout.entries[name]) is not None}
-
-
-def load_extra_state(model: nn.Module, state_dict: dict[str, Any]) -> None:
-    """Hand the entries of a state dict that have no spec (`_extra_state`) to the modules they belong to."""
-    bare = bare_names(model)
-    own = {
-        name: state_dict[bare(name)]
-        for name, value in model.state_dict(keep_vars=True).items()
-        if spec_of(name, value) is None and bare(name) in state_dict
-    }
-    if own:
-        model.load_state_dict(own, strict=False)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from parallel_core import ranks
+from parallel_core.dtypes import dtype_name
 from parallel_core.names import bare_names
 from parallel_core.record import Layout, find_record
 from parallel_core.report_text import report_text
@@ -108,7 +109,7 @@ def planned_report(
     parameters = list(model.parameters())
     dtypes: dict[str, int] = {}
     for parameter in parameters:
-        dtype = str(parameter.dtype).removeprefix("torch.")
+        dtype = dtype_name(parameter.dtype)
         dtypes[dtype] = dtypes.get(dtype, 0) + parameter.numel()
     bare = bare_names(model)
     return WrapReport(

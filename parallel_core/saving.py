@@ -12,17 +12,18 @@ import torch
 from torch import nn
 
 from parallel_core import ranks
+from parallel_core.alike import Call, check_calls_alike
 from parallel_core.answering import settled
 from parallel_core.errors import StateDictError, StrategyError
-from parallel_core.filling import check_can_be_filled
+from parallel_core.filling import check_can_be_filled, check_can_be_read
 from parallel_core.hookspecs import StateDictType
-from parallel_core.optimizer_state import named_groups, required_groups
+from parallel_core.optimizer_state import named_groups, optimizer_told, required_groups, sharded_entries
 from parallel_core.optimizer_state_dicts import check_optimizer_state_dict
+from parallel_core.outlines import entries_to_load
 from parallel_core.record import bare_parameters, layout_of
 from parallel_core.state_dicts import (
     IncompatibleKeys,
     check_model_state_dict,
-    entries_to_load,
     named,
     parse_state_dict_type,
 )
@@ -43,28 +44,16 @@ def model_state_dict(model: nn.Module, state_dict_type: StateDictType | str = St
     """
     with ranks.comparison(StateDictError) as call:
         kind = parse_state_dict_type(state_dict_type)
-        _, strategy, model = settled(model)
+        record, strategy, model = settled(model)
+        check_can_be_read(model, record)
         layout = layout_of(model)
-        call.mine = kind.value
-    _check_alike(call.by_rank)
+        call.mine = Call({"state_dict_type": kind.value, "the strategy": str(strategy)}, layout)
+    check_calls_alike(call.by_rank)
     entries = strategy.model_state_dict(model, kind)
     expected = {} if kind is StateDictType.FULL and ranks.rank() else layout.entries
     with ranks.agreement():
         _check_names(strategy, entries, expected)
     return {name: entries[name] for name in expected}
-
-
-def _check_alike(by_rank: list[object]) -> None:
-    """Refuse to go on unless all ranks read the same.
-
-    Raises:
-        StateDictError: they don't; the same error on every rank.
-    """
-    odd = next((rank for rank, call in enumerate(by_rank) if call != by_rank[0]), None)
-    if odd is not None:
-        raise StateDictError(
-            f"every rank must read the same: rank 0 reads {by_rank[0]!r}, rank {odd} reads {by_rank[odd]!r}"
-        )
 
 
 def _check_names(strategy: Strategy, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -102,12 +91,14 @@ def load_model_state_dict(
     Raises:
         StateDictError: the dict does not fit; the same error on every rank, and nothing is loaded.
     """
-    with ranks.agreement(StateDictError):
+    with ranks.comparison(StateDictError) as call:
         kind = parse_state_dict_type(state_dict_type)
         record, strategy, model = settled(model)
         layout = layout_of(model)
-        if record is None:
-            check_can_be_filled(model)
+        check_can_be_filled(model, record)
+        told = {"state_dict_type": kind.value, "strict": repr(strict), "cast": repr(cast)}
+        call.mine = Call({**told, "the strategy": str(strategy)}, layout)
+    check_calls_alike(call.by_rank)
     incompatible = check_model_state_dict(layout, state_dict, kind, strict=strict, cast=cast)
     strategy.load_model_state_dict(model, entries_to_load(layout, state_dict, kind, incompatible.missing_keys), kind)
     return incompatible
@@ -130,9 +121,15 @@ def optimizer_state_dict(
     with ranks.comparison(StateDictError) as call:
         kind = parse_state_dict_type(state_dict_type)
         _, strategy, model = settled(model)
-        groups = named_groups(optimizer, bare_parameters(model))
-        call.mine = (kind.value, type(optimizer).__name__, [len(group["params"]) for group in groups])
-    _check_alike(call.by_rank)
+        layout, parameters = layout_of(model), bare_parameters(model)
+        named_groups(optimizer, parameters)  # raises what speaks against it
+        told = {
+            "state_dict_type": kind.value,
+            "the strategy": str(strategy),
+            "the optimizer": optimizer_told(optimizer),
+        }
+        call.mine = Call(told, layout, sharded_entries(optimizer, parameters))
+    check_calls_alike(call.by_rank)
     return strategy.optimizer_state_dict(model, optimizer, kind)
 
 
@@ -154,10 +151,17 @@ def load_optimizer_state_dict(
     Raises:
         StateDictError: the dict does not fit; the same error on every rank, and nothing is loaded.
     """
-    with ranks.agreement(StateDictError):
+    with ranks.comparison(StateDictError) as call:
         kind = parse_state_dict_type(state_dict_type)
         _, strategy, model = settled(model)
         layout = layout_of(model)
         groups = required_groups(optimizer, bare_parameters(model))
+        told = {
+            "state_dict_type": kind.value,
+            "the strategy": str(strategy),
+            "the optimizer": optimizer_told(optimizer),
+        }
+        call.mine = Call(told, layout)
+    check_calls_alike(call.by_rank)
     checked = check_optimizer_state_dict(layout, groups, state_dict, kind)
     strategy.load_optimizer_state_dict(model, optimizer, checked, kind)

@@ -7,8 +7,7 @@ For strategy authors: with a config that is a `parallel_core.sharding_config.Sha
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, ValuesView
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from parallel_core import ranks
+from parallel_core.dtypes import dtype_name
 from parallel_core.names import bare_names, uncompiled, unwrapped
+from parallel_core.parameter_checks import parameter_problems
 from parallel_core.sharding import plan, shard_size
 from parallel_core.sharding_config import ShardingConfig
 from parallel_core.tensor_checks import tensor_problems
@@ -58,15 +59,14 @@ def problems(
         yield from _checkpointing_problems(model, units, strategy)
     yield from layer_problems(model, config.wrap_layers, f"{strategy}_wrap_layers")
     yield from tensor_problems(model)
-    yield from _parameter_problems(model, device, strategy, contiguous=contiguous)
-    yield from _holder_problems(model, strategy)
+    yield from parameter_problems(model, device, strategy, contiguous=contiguous)
     for unit in (*units, root_unit(model, units)):
         by_dtype: dict[torch.dtype, str] = {}
         for name, parameter in unit.parameters.items():
             if one_dtype or parameter.requires_grad:
                 by_dtype.setdefault(parameter.dtype, name)
         if len(by_dtype) > 1:
-            found = " and ".join(f"{_named(dtype)} ({name!r})" for dtype, name in by_dtype.items())
+            found = " and ".join(f"{dtype_name(dtype)} ({name!r})" for dtype, name in by_dtype.items())
             where = f"unit {unit.name!r}" if unit.name else "the root unit"
             yield (
                 f"{where} has parameters of {found}, and {strategy} handles one dtype at a time; convert the model to "
@@ -122,56 +122,3 @@ def _backends() -> str:
 
 def _served_devices() -> Iterable[str]:
     return [entry.partition(":")[0] for entry in _backends().split(",")]
-
-
-def _parameter_problems(model: nn.Module, device: torch.device, strategy: str, *, contiguous: bool) -> Iterator[str]:
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", None) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            yield f"{name or 'the model'!r} makes sparse gradients, and {strategy} reduces dense ones; set sparse=False"
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 0:
-            yield f"parameter {name!r} has no dimensions and can't be cut into shards; give it the shape [1]"
-        if not parameter.is_floating_point():
-            yield (
-                f"parameter {name!r} has dtype {_named(parameter.dtype)}, and {strategy} shards floating point only; "
-                f"make it a buffer"
-            )
-        if not parameter.numel():
-            yield f"parameter {name!r} has no elements, and {strategy} can't cut it; leave it out"
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            yield (
-                f"parameter {name!r} has a hook for its gradient, which {strategy} would drop, as another tensor takes "
-                f"its place; register it after the wrap"
-            )
-        if contiguous and parameter.layout is torch.strided and not parameter.is_contiguous():
-            yield (
-                f"parameter {name!r} of shape {list(parameter.shape)} is not contiguous, and {strategy} can't cut it; "
-                f"make it so: parameter.data = parameter.data.contiguous()"
-            )
-        if parameter.device.type not in ("cpu", "meta", device.type):
-            yield f"parameter {name!r} lies on {parameter.device}, and this rank trains on {device}; move it there"
-
-
-def _holder_problems(model: nn.Module, strategy: str) -> Iterator[str]:
-    """Yield where a module keeps a parameter beside those that torch knows of: it would go on with what it was."""
-    own = {parameter: name for name, parameter in model.named_parameters()}
-    known = vars(nn.Module())
-    for name, module in model.named_modules():
-        kind: Any = type(module)
-        if kind.__setattr__ is not nn.Module.__setattr__:
-            continue  # told of each parameter that is set, as torch's recurrent layers are, who keep a list up to date
-        for attribute, value in vars(module).items():
-            if attribute in known:
-                continue
-            values = value.values() if isinstance(value, dict) else value
-            kept = values if isinstance(values, list | tuple | set | ValuesView) else (values,)
-            found = next((own[item] for item in kept if isinstance(item, nn.Parameter) and item in own), None)
-            if found is not None:
-                yield (
-                    f"{name or 'the model'!r} keeps parameter {found!r} in its attribute {attribute!r} too, where "
-                    f"{strategy} can't put its shard; reach it through the module that owns it, or use nn.ParameterList"
-                )
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -16,8 +16,9 @@ from parallel_core.filling import check_no_copies
 from parallel_core.hookspecs import StateDictType
 from parallel_core.meta import MetaStart
 from parallel_core.meta_model import check_start, meta_tensors
+from parallel_core.outlines import entries_to_load
 from parallel_core.record import Layout, find_record
-from parallel_core.state_dicts import check_model_state_dict, entries_to_load, named
+from parallel_core.state_dicts import check_model_state_dict, named
 from parallel_core.strategy import Strategy, bare_model_strategy
 from parallel_core.strategy_config import StrategyConfig
 
@@ -76,18 +77,31 @@ def checked_layout(model: nn.Module) -> Layout:
     """Return the layout of a bare model.
 
     Raises:
-        WrapError: it is no module, it is wrapped already, or it has parameters or buffers without a shape.
+        WrapError: it is no module, it is wrapped already, its class hides some of its parts, or it has parameters or
+            buffers without a shape.
     """
     if not isinstance(model, nn.Module):
         raise WrapError(f"expected a torch.nn.Module to wrap, found {type(model).__name__}")
     record = find_record(model)
     if record is not None:
         raise WrapError(f"this model is wrapped already, by strategy {record.strategy}; wrap the bare model, once")
+    _check_shows_all(model)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     lazy = [name for name, tensor in tensors.items() if is_lazy(tensor)]
     if lazy:
         raise WrapError(f"{named('not initialized yet', lazy)}; run the bare model once, so that they get their shapes")
     return Layout.of(model)
+
+
+def _check_shows_all(model: nn.Module) -> None:
+    """Refuse a model that answers otherwise than torch's own methods do: they are what finds the tensors of a model."""
+    for method in ("named_modules", "named_parameters", "named_buffers"):
+        said, there = list(getattr(model, method)()), list(getattr(nn.Module, method)(model))
+        if [(name, id(part)) for name, part in said] != [(name, id(part)) for name, part in there]:
+            raise WrapError(
+                f"{method}() of this {type(model).__name__} gives {len(said)} entries, and torch's own would give "
+                f"{len(there)}, or others; leave it as torch has it, and give the override another name"
+            )
 
 
 def start_bare(model: nn.Module, device: torch.device, first_values: FirstValues) -> nn.Module | None:

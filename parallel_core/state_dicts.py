@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from parallel_core import ranks
+from parallel_core.dtypes import dtype_name, lost_number
 from parallel_core.errors import StateDictError, did_you_mean
 from parallel_core.hookspecs import StateDictType
-from parallel_core.record import Layout, TensorSpec
+from parallel_core.outlines import unsendable
+from parallel_core.record import Layout
 from parallel_core.tensors import is_dtensor
 
 SHOWN = 10  # names shown of a list in an error: a thousand of them would hide the rest
@@ -56,7 +58,7 @@ def parse_state_dict_type(value: str) -> StateDictType:
 def check_model_state_dict(
     layout: Layout, state_dict: Any, state_dict_type: StateDictType, *, strict: bool, cast: bool
 ) -> IncompatibleKeys:
-    """Agree on whether a state dict fits a model; a collective.
+    """Agree on whether a state dict fits a model; a collective. The arguments but the dict are the same on every rank.
 
     Returns:
         the keys that are not loaded, the same lists on every rank.
@@ -65,40 +67,9 @@ def check_model_state_dict(
         StateDictError: it does not fit; the same error on every rank.
     """
     verdict = verdict_of(state_dict_type, lambda: judge(layout, state_dict, state_dict_type, cast=cast))
-    found = agree_on(verdict, (state_dict_type.value, strict, cast), strict=strict, of_what="model")
+    found = agree_on(verdict, strict=strict, of_what="model")
     missing = set(found.missing_keys)
     return IncompatibleKeys([name for name in layout.entries if name in missing], found.unexpected_keys)
-
-
-def entries_to_load(
-    layout: Layout, state_dict: Any, state_dict_type: StateDictType, missing: Iterable[str]
-) -> dict[str, Any]:
-    """Return the entries that a strategy loads, of the same structure on every rank; a collective under `full`.
-
-    Under `full` the ranks other than 0 hold meta tensors; entries that are no tensors are rank 0's on every rank.
-    """
-    skipped = set(missing)
-    names = [name for name in layout.entries if name not in skipped]
-    if state_dict_type is StateDictType.SHARDED or ranks.world_size() == 1:
-        return {name: state_dict[name] for name in names}
-    outline = None
-    if ranks.rank() == 0:
-        # Not the model's own shapes and dtypes: where a cast is asked for, what rank 0 sends has another dtype.
-        outline = {
-            name: state_dict[name] if layout.entries[name] is None else outlined(state_dict[name]) for name in names
-        }
-    outline = ranks.broadcast(outline)
-    return {name: state_dict[name] if ranks.rank() == 0 else on_meta(outline[name]) for name in names}
-
-
-def outlined(value: Any) -> Any:
-    """Return a `TensorSpec` for a tensor, which is small enough to be sent, and anything else as it is."""
-    return TensorSpec(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
-
-
-def on_meta(value: Any) -> Any:
-    """Return a meta tensor for a `TensorSpec`, and anything else as it is."""
-    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, TensorSpec) else value
 
 
 def verdict_of(state_dict_type: StateDictType, judge: Callable[[], Verdict]) -> Verdict | None:
@@ -122,11 +93,14 @@ def judge(layout: Layout, state_dict: Any, state_dict_type: StateDictType, *, ca
         return Verdict([], [], [f"expected a dict of tensors by name, found {type(state_dict).__name__}"])
     missing = [name for name in layout.entries if name not in state_dict]
     unexpected = [str(name) for name in state_dict if name not in layout.entries]
-    problems = []
+    problems: list[str] = []
     for name, spec in layout.entries.items():
-        if name not in state_dict or spec is None:
+        if name not in state_dict:
             continue
         value = state_dict[name]
+        if spec is None:
+            problems += unsendable(repr(name), value, state_dict_type)
+            continue
         found = describe(value)
         if not isinstance(value, torch.Tensor):
             problems.append(f"{name!r}: expected a tensor, found {found}")
@@ -141,6 +115,8 @@ def judge(layout: Layout, state_dict: Any, state_dict_type: StateDictType, *, ca
         elif value.dtype != spec.dtype and not (cast and converts(value.dtype, spec.dtype)):
             hint = "; cast=True converts" if converts(value.dtype, spec.dtype) else ""
             problems.append(f"{name!r}: wrong dtype: the model has {spec}, the state dict {found}{hint}")
+        elif value.dtype != spec.dtype and (lost := lost_number(_local(value), _local(value).to(spec.dtype))):
+            problems.append(f"{name!r}: found {lost}; load it into a model of another dtype")
     if not problems:
         problems = list(_tied_apart(layout, state_dict))
     present = [(name, is_dtensor(state_dict[name])) for name in layout.entries if name in state_dict]
@@ -155,7 +131,7 @@ def converts(given: torch.dtype, wanted: torch.dtype) -> bool:
 def describe(value: object) -> str:
     """Return a value of a state dict in words: `float32[4, 4]` for a tensor, its class for anything else."""
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return f"{dtype_name(value.dtype)}{list(value.shape)}"
     return type(value).__name__
 
 
@@ -182,20 +158,15 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def agree_on(verdict: Verdict | None, call: tuple[Any, ...], *, strict: bool, of_what: str) -> IncompatibleKeys:
+def agree_on(verdict: Verdict | None, *, strict: bool, of_what: str) -> IncompatibleKeys:
     """Make one verdict of all ranks' and raise it, the same error on every rank, or return what is not loaded.
 
     Args:
         verdict: this rank's, or None where its state dict does not count.
-        call: what must be the same on every rank: the arguments of the verb.
         strict: whether missing and unexpected keys are an error.
         of_what: "model" or "optimizer", for the message.
     """
-    gathered = ranks.all_gather((call, verdict))
-    if any(other != gathered[0][0] for other, _ in gathered):
-        calls = "; ".join(f"rank {index} {other}" for index, (other, _) in enumerate(gathered))
-        raise StateDictError(f"every rank must load in the same way (state_dict_type, strict, cast), found {calls}")
-    verdicts = {index: found for index, (_, found) in enumerate(gathered) if found is not None}
+    verdicts = {index: found for index, found in enumerate(ranks.all_gather(verdict)) if found is not None}
     missing = _merged({index: found.missing for index, found in verdicts.items()})
     unexpected = _merged({index: found.unexpected for index, found in verdicts.items()})
     problems = _merged({index: found.problems for index, found in verdicts.items()})

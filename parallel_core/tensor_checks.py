@@ -5,12 +5,14 @@ For strategy authors: a part of the hook `check_model` of any strategy that give
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 import torch
 from torch import nn
 
-__all__ = ["tensor_problems"]
+from parallel_core.tensors import is_dtensor, storage
+
+__all__ = ["memory_problems", "tensor_problems"]
 
 
 def tensor_problems(model: nn.Module) -> Iterator[str]:
@@ -21,8 +23,15 @@ def tensor_problems(model: nn.Module) -> Iterator[str]:
     """
     if torch.is_inference_mode_enabled():
         yield "torch.inference_mode() is on, and what is made under it can't be trained; wrap outside of it"
-    named = [("parameter", *each) for each in model.named_parameters()]
-    for kind, name, tensor in named + [("buffer", *each) for each in model.named_buffers()]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            yield (
+                f"{name or 'the model'!r} writes the rows that it looks up in each forward (max_norm), other rows on "
+                f"each rank, and the ranks' weights would drift apart; leave max_norm out, and limit the rows that the "
+                f"forward has looked up"
+            )
+    tensors = _all_tensors(model)
+    for kind, name, tensor in tensors:
         if tensor.layout is not torch.strided:
             yield f"{kind} {name!r} is sparse ({tensor.layout}), and dense ones alone can be sent; use to_dense()"
         elif any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
@@ -30,15 +39,48 @@ def tensor_problems(model: nn.Module) -> Iterator[str]:
                 f"{kind} {name!r} of shape {list(tensor.shape)} and strides {list(tensor.stride())} is expanded, its "
                 f"elements share memory and can't be written one by one; make it whole: clone(), after expand()"
             )
-    of_inference = [name for _, name, tensor in named if tensor.is_inference()]
-    if of_inference:
+    made = next((f"{kind} {name!r}" for kind, name, tensor in tensors if tensor.is_inference()), None)
+    if made is not None:
+        yield f"{made} was made under torch.inference_mode() and can't be written; build the model outside of it"
+    cut = next((f"{kind} {name!r}" for kind, name, tensor in tensors if is_dtensor(tensor)), None)
+    if cut is not None:
+        yield f"{cut} is a DTensor already, a part of another wrapped model; build a bare model with its own"
+    with_gradient = next((name for name, parameter in model.named_parameters() if parameter.grad is not None), None)
+    if with_gradient is not None:
         yield (
-            f"parameter {of_inference[0]!r} was made under torch.inference_mode() and can't be trained; build the "
-            f"model outside of it"
-        )
-    with_gradient = [name for _, name, tensor in named if tensor.grad is not None]
-    if with_gradient:
-        yield (
-            f"parameter {with_gradient[0]!r} has a gradient already, which the ranks have not averaged; call "
+            f"parameter {with_gradient!r} has a gradient already, which the ranks have not averaged; call "
             f"zero_grad() before the wrap"
         )
+
+
+def memory_problems(model: nn.Module) -> Iterator[str]:
+    """Yield which parameters lie in memory of another parameter or of a buffer: for a wrap that moves them.
+
+    They would train apart from then on. A parameter of several names is one, and no problem.
+
+    Args:
+        model: the bare model.
+    """
+    pieces: dict[Hashable, list[tuple[int, int, str, str]]] = {}
+    for kind, name, tensor in _all_tensors(model):
+        if tensor.layout is torch.strided and tensor.numel():
+            start = tensor.storage_offset() * tensor.itemsize
+            span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            piece = (int(start), int(start + span * tensor.itemsize), kind, name)
+            pieces.setdefault(storage(tensor), []).append(piece)
+    for together in pieces.values():
+        reached: dict[str, tuple[int, str]] = {}  # by kind: up to where, and by which
+        for start, end, kind, name in sorted(together):
+            for earlier_kind, (earlier_end, earlier) in reached.items():
+                if start < earlier_end and "parameter" in (kind, earlier_kind):
+                    yield (
+                        f"{earlier_kind} {earlier!r} and {kind} {name!r} lie in the same memory, and the wrap would "
+                        f"give each its own; make them one parameter (a.weight = b.weight), or clone one"
+                    )
+            reached[kind] = max(reached.get(kind, (0, "")), (end, name))
+
+
+def _all_tensors(model: nn.Module) -> list[tuple[str, str, torch.Tensor]]:
+    """Return kind, name and tensor of each parameter and each buffer."""
+    found: list[tuple[str, str, torch.Tensor]] = [("parameter", *each) for each in model.named_parameters()]
+    return [*found, *(("buffer", *each) for each in model.named_buffers())]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = ["assign", "entry", "is_dtensor", "placed", "shard", "snapshot", "whole"]
+__all__ = ["assign", "entry", "is_dtensor", "placed", "shard", "snapshot", "storage", "whole"]
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -122,3 +122,9 @@ def whole(value: torch.Tensor, state_dict_type: StateDictType, device: torch.dev
         received.copy_(value)
     broadcast_tensor(received)
     return received
+
+
+def storage(tensor: torch.Tensor) -> tuple[str, int]:
+    """Return what a tensor has in common with its views; of one without memory of its own kind, what nothing has."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return ("storage", tensor.untyped_storage()._cdata) if plain else ("tensor", id(tensor))

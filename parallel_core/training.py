@@ -17,6 +17,7 @@ from parallel_core.alike import check_alike, check_optimizers_alike, told
 from parallel_core.answering import answering, settled
 from parallel_core.config import DistributedConfigBase
 from parallel_core.errors import TrainingError, WrapError
+from parallel_core.optimizer_state import optimizer_told
 from parallel_core.record import Record, attach
 from parallel_core.report import measured_report
 from parallel_core.starting import FirstValues, start_bare
@@ -25,7 +26,7 @@ from parallel_core.wrapping import (
     check_not_forgotten,
     check_optimizer,
     check_wrap,
-    local_device,
+    chosen_device,
     log_declined,
 )
 
@@ -66,7 +67,7 @@ def wrap_model_for_training(
         if not isinstance(config, DistributedConfigBase):
             raise WrapError(f"expected a DistributedConfig, found {type(config).__name__}; load_config makes one")
         strategy = bound_strategy(config.parallel_strategy)
-        device = local_device(config) if device is None else torch.device(device)
+        device = chosen_device(device, config)
         applies = strategy.applies(ranks.world_size(), device)
         ranks_told.mine = told(config, device, state_dict, applies=applies)
     check_alike(ranks_told.by_rank)
@@ -99,8 +100,7 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
     else:
         with ranks.comparison(WrapError) as optimizers:
             check_optimizer(model, optimizer, record)
-            counts = [len(group["params"]) for group in optimizer.param_groups]
-            optimizers.mine = f"{type(optimizer).__name__} with groups of {counts} parameters"
+            optimizers.mine = optimizer_told(optimizer)
         check_optimizers_alike(optimizers.by_rank)
     options = bare_model_strategy().config_class() if record is None else record.config.options
     answer = strategy.wrap_optimizer(model, optimizer, options)

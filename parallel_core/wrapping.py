@@ -49,6 +49,28 @@ class Plan(NamedTuple):
     earlier_optimizers: weakref.WeakSet[torch.optim.Optimizer]
 
 
+def chosen_device(asked: torch.device | str | None, config: DistributedConfig) -> torch.device:
+    """Return the device to train on: the one asked for, or by default `local_device`.
+
+    Of the CPU there is one, whatever index it is given; of an accelerator without one, the current one is meant.
+
+    Raises:
+        WrapError: it is no device.
+    """
+    if asked is None:
+        return local_device(config)
+    try:
+        device = torch.device(asked)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise WrapError(f"device: expected a torch.device or its name, found {asked!r} ({reason})") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if str(device) in _device_types():  # without an index
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    return device
+
+
 def local_device(config: DistributedConfig) -> torch.device:
     """Return the device of this rank: its accelerator, or the CPU where there is none or `backend` is `gloo`."""
     if config.backend == "gloo" or not torch.accelerator.is_available():
@@ -125,11 +147,15 @@ def check_device(device: torch.device) -> None:
     Raises:
         WrapError: it has none such.
     """
-    there = ["cpu"]
-    if torch.accelerator.is_available() and (accelerator := torch.accelerator.current_accelerator()) is not None:
-        there.append(accelerator.type)
+    there = ["cpu", *_device_types()]
     if device.type not in there:
         raise WrapError(f"device: expected one that this machine has ({', '.join(there)}), found {str(device)!r}")
+
+
+def _device_types() -> list[str]:
+    """Return the kind of this machine's accelerator, or nothing."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return [] if accelerator is None else [accelerator.type]
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, record: Record | None) -> None:

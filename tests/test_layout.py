@@ -18,20 +18,20 @@ PLUGINS = {path.name: path for path in sorted(ROOT.glob("plugins/*/parallel_core
 
 # Imports run one way: a module imports only what stands on a line above its own. A folder stands for all its modules.
 ORDER = [
-    ["errors", "hookspecs"],
+    ["dtypes", "errors", "hookspecs"],
     ["field_types"],
     ["conversion"],
     ["strategy_config"],
     ["sharding_config"],
     ["messages"],
     ["agreeing"],
-    ["names", "ranks", "optimizer_state"],
-    ["unchanged", "units", "tensor_checks"],
-    ["recomputation"],
+    ["names", "ranks"],
+    ["tensors"],
+    ["optimizer_state", "tensor_checks", "unchanged", "units"],
+    ["record"],
+    ["parameter_checks", "recomputation"],
     ["sharding"],
     ["sharding_checks"],
-    ["record"],
-    ["tensors"],
     ["local_shards"],
     ["registry", "defaults"],
     ["binding"],
@@ -40,6 +40,7 @@ ORDER = [
     ["config_sources"],
     ["config_check"],
     ["config"],
+    ["outlines"],
     ["state_dicts"],
     ["meta_model", "report_text"],
     ["alike", "filling", "meta"],
@@ -57,10 +58,12 @@ LEVELS = {module: level for level, modules in enumerate(ORDER) for module in mod
 
 # What a strategy may use of the core: its public names, and all that has no leading underscore in these modules.
 FOR_STRATEGY_AUTHORS = {
+    "dtypes",
     "local_shards",
     "meta",
     "names",
     "optimizer_state",
+    "parameter_checks",
     "ranks",
     "recomputation",
     "record",

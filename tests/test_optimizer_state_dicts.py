@@ -192,7 +192,29 @@ def restored(optimizer: torch.optim.Optimizer) -> bool:
     return same(values(optimizer), values(trained(1)[1]))
 
 
+def test_what_is_no_optimizer_is_refused() -> None:
+    model = trained()[0]
+    for call in (
+        lambda: optimizer_state_dict(model, None),  # type: ignore[arg-type]  # the wrong type is the point
+        lambda: load_optimizer_state_dict(model, None, saved()),  # type: ignore[arg-type]  # likewise
+    ):
+        assert failure(call) == "expected a torch.optim.Optimizer, found NoneType"
+
+
 # On ranks
+
+
+def test_state_that_cannot_be_sent_is_refused_on_every_rank(ranks: Ranks) -> None:
+    def work() -> list[str]:
+        strange = lambda: None  # noqa: E731  # what can't be pickled
+        states = [saved(put("state", "1.bias", "step", strange)), saved(put("param_groups", 0, "note", strange))]
+        return [failure(lambda state=state: load_optimizer_state_dict(*trained(), state)) for state in states]  # type: ignore[misc]  # its default
+
+    first, second = ranks(work)
+    assert first == second
+    places = ["'1.bias', 'step'", "'param_groups'"]
+    for found, where in zip(first, places, strict=True):
+        assert found.startswith(f"{PREFIX}{where}: can't be sent to the other ranks by pickle: ")
 
 
 def test_a_full_state_dict_is_on_rank_0_alone(ranks: Ranks) -> None:
@@ -304,8 +326,7 @@ def test_ranks_that_load_in_different_ways_are_refused(ranks: Ranks) -> None:
         return failure(lambda: load_optimizer_state_dict(*trained(), saved(), ["full", "sharded"][core.rank()]))
 
     told = (
-        "every rank must load in the same way (state_dict_type, strict, cast), found rank 0 ('full',); "
-        "rank 1 ('sharded',)"
+        "the ranks do not agree: state_dict_type is full on rank 0, sharded on rank 1; make the same call on every rank"
     )
     assert ranks(work) == [told] * 2
 

@@ -53,6 +53,22 @@ def test_ranks_are_those_of_the_process_group(ranks: Ranks) -> None:
     assert ranks(lambda: (core.rank(), core.world_size()), world_size=3) == [(0, 3), (1, 3), (2, 3)]
 
 
+def test_a_value_that_cannot_be_pickled_is_one_error_on_every_rank(ranks: Ranks) -> None:
+    """The others wait for something: a rank that failed alone would leave them there."""
+
+    def work() -> list[tuple[str, str, str]]:
+        strange = lambda: None  # noqa: E731  # what can't be pickled
+        mine = strange if core.rank() == 1 else "fine"
+        roots = strange if core.rank() == 0 else "fine"
+        return [caught(lambda: core.all_gather(mine)), caught(lambda: core.broadcast(roots))]
+
+    first, second = ranks(work)
+    assert first == second
+    for rank, (kind, text, _) in zip((1, 0), first, strict=True):
+        assert kind == "RankError"
+        assert text.startswith(f"rank {rank} has a value that can't be sent to the other ranks by pickle: ")
+
+
 def test_values_are_gathered_by_rank_and_broadcast_from_rank_0(ranks: Ranks) -> None:
     def work() -> tuple[Any, Any]:
         mine = {"rank": core.rank()}

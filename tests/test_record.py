@@ -16,6 +16,7 @@ import parallel_core
 from parallel_core import (
     clip_grad_norm,
     data_parallel,
+    defaults,
     grad_scaler,
     load_model_state_dict,
     load_optimizer_state_dict,
@@ -25,6 +26,7 @@ from parallel_core import (
     wrap_optimizer,
 )
 from parallel_core.errors import WrapError
+from parallel_core.hookspecs import StateDictType
 from parallel_core.names import uncompiled
 from parallel_core.record import (
     Layout,
@@ -36,7 +38,6 @@ from parallel_core.record import (
     bare_state,
     find_record,
     inner_module,
-    load_extra_state,
     parameter_names,
     spec_of,
 )
@@ -339,7 +340,7 @@ def test_the_state_of_a_bare_model_shares_memory_and_has_bare_names() -> None:
 def test_extra_state_is_handed_to_the_modules_it_belongs_to() -> None:
     model = nn.Sequential(compiled(Bare()), Bare())
     before = {name: value for name, value in bare_state(model).items() if isinstance(value, Tensor)}
-    load_extra_state(model, {"0._extra_state": {"seen": 7}, "1.scale": torch.tensor(5.0)})
+    defaults.load_model_state_dict(model, {"0._extra_state": {"seen": 7}}, StateDictType.FULL)
     assert model[0].restored == {"seen": 7}
     assert not hasattr(model[1], "restored")
     assert all(bare_state(model)[name] is value for name, value in before.items())

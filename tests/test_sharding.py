@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,8 +87,23 @@ class Keeper(nn.Module):
         return out
 
 
+class Holder:
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+
 @pytest.mark.parametrize(
-    "keep", [lambda weight: weight, lambda weight: [1, weight], lambda weight: {"w": weight}, lambda weight: (weight,)]
+    "keep",
+    [
+        lambda weight: weight,
+        lambda weight: [1, weight],
+        lambda weight: {"w": weight},
+        lambda weight: (weight,),
+        lambda weight: {"x": [{weight}]},
+        lambda weight: Holder(weight),
+        lambda weight: [Holder(weight)],
+        lambda weight: SimpleNamespace(w=weight),
+    ],
 )
 def test_a_parameter_that_a_module_keeps_elsewhere_too_is_named(keep: Any) -> None:
     (found,) = problems(nn.Sequential(Keeper(kept=keep)))
@@ -99,7 +115,9 @@ def test_a_parameter_that_a_module_keeps_elsewhere_too_is_named(keep: Any) -> No
 
 def test_other_things_in_attributes_and_the_lists_of_recurrent_layers_are_no_problem() -> None:
     strange = nn.Parameter(torch.ones(2))  # of another model
-    model = nn.Sequential(Keeper(kept=[strange], number=3, names={"a": "b"}), nn.LSTM(2, 2))
+    around: list[object] = [strange]
+    around.append(around)  # has itself as a part
+    model = nn.Sequential(Keeper(kept=around, number=3, names={"a": "b"}, kinds={"a": Holder}), nn.LSTM(2, 2))
     assert problems(model) == []
 
 
@@ -126,3 +144,51 @@ def test_what_no_strategy_can_send_is_a_problem_too() -> None:
     found = problems(model)
     assert [each.split(" is ")[0] for each in found[:2]] == ["parameter 'sparse'", "buffer 'near'"]
     assert found[2:] == ["parameter 'nothing' has no elements, and mine can't cut it; leave it out"]
+
+
+def test_parameters_in_one_memory_are_a_problem() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight.data = model[0].weight.data
+    (found,) = problems(model)
+    assert found.startswith("parameter '0.weight' and parameter '1.weight' lie in the same memory")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_what_gloo_cannot_send_is_a_problem_on_the_cpu(dtype: torch.dtype) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    model.weight = nn.Parameter(model.weight.to(dtype), requires_grad=False)
+    name = str(dtype).removeprefix("torch.")
+    assert problems(model) == [
+        f"parameter 'weight' has dtype {name}, which gloo can't send; use another dtype, or train on a GPU"
+    ]
+
+
+class Renaming(nn.Module):
+    """Saves its weight under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+        def rename(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+            state[f"{prefix}w"] = state.pop(f"{prefix}layer.weight")
+
+        self.register_state_dict_post_hook(rename)  # type: ignore[no-untyped-call]  # torch's own is not annotated
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+def test_a_parameter_without_its_name_in_the_state_dict_is_a_problem() -> None:
+    (found,) = problems(nn.Sequential(Renaming()))
+    assert found.startswith("the state dict of the model has no '0.layer.weight', which is a parameter: a hook, or an")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_script_module_is_a_problem() -> None:
+    traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    (found,) = problems(nn.Sequential(traced))
+    assert found == (
+        "'0' is a ScriptModule, in which mine can't put shards; wrap the Python module that it was made of"
+    )

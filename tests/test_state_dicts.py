@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -515,11 +516,11 @@ def test_cast_converts_rank_0s_tensors_on_every_rank(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
-        ([{}, {"strict": False}], "rank 0 ('full', True, False); rank 1 ('full', False, False)"),
-        ([{"cast": True}, {}], "rank 0 ('full', True, True); rank 1 ('full', True, False)"),
+        ([{}, {"strict": False}], "strict is True on rank 0, False on rank 1"),
+        ([{"cast": True}, {}], "cast is True on rank 0, False on rank 1"),
         (
             [{"state_dict_type": "sharded"}, {"state_dict_type": "full"}],
-            "rank 0 ('sharded', True, False); rank 1 ('full', True, False)",
+            "state_dict_type is sharded on rank 0, full on rank 1",
         ),
     ],
 )
@@ -529,7 +530,7 @@ def test_ranks_that_load_in_different_ways_are_refused(
     def work() -> None:
         load_model_state_dict(Net(2), changed(), **arguments[core.rank()])
 
-    told = f"every rank must load in the same way (state_dict_type, strict, cast), found {found}"
+    told = f"the ranks do not agree: {found}; make the same call on every rank"
     assert errors_on_ranks(ranks, work) == [told] * 2
 
 
@@ -646,16 +647,115 @@ def test_ranks_that_read_in_different_ways_are_refused(ranks: Ranks) -> None:
             failure(lambda: optimizer_state_dict(model, optimizer)),
         ]
 
-    assert (
-        ranks(work)
-        == [
-            [
-                "every rank must read the same: rank 0 reads 'full', rank 1 reads 'sharded'",
-                "every rank must read the same: rank 0 reads ('full', 'SGD', [4]), rank 1 reads ('full', 'AdamW', [4])",
-            ]
+    groups = "with groups of [4] parameters"
+    told = [
+        "state_dict_type is full on rank 0, sharded on rank 1",
+        f"the optimizer is SGD {groups} on rank 0, AdamW {groups} on rank 1",
+    ]
+    assert ranks(work) == [[f"the ranks do not agree: {each}; make the same call on every rank" for each in told]] * 2
+
+
+def test_ranks_that_read_or_load_different_models_are_refused(ranks: Ranks) -> None:
+    """What one of them sends would fit nothing on the other, which ends a process of gloo's."""
+
+    def work() -> list[str]:
+        wide = nn.Linear(2, 3 + core.rank())
+        wrapped = wrap_model_for_training(nn.Linear(2, 2), DistributedConfig(parallel_strategy="ddp"))
+        assert wrapped is not None
+        some_wrapped = wrapped if core.rank() else nn.Linear(2, 2)
+        return [
+            failure(lambda: model_state_dict(wide, "sharded")),
+            failure(lambda: load_model_state_dict(wide, wide.state_dict())),
+            failure(lambda: model_state_dict(some_wrapped)),
+            failure(lambda: load_model_state_dict(some_wrapped, nn.Linear(2, 2).state_dict())),
         ]
-        * 2
+
+    first, second = ranks(work)
+    assert first == second
+    shapes = "the ranks do not agree: 'weight' is float32[3, 2] on rank 0, float32[4, 2] on rank 1; 'bias' is"
+    assert all(told.startswith(shapes) and told.endswith("pass the same model on every rank") for told in first[:2])
+    strategies = "the ranks do not agree: the strategy is 'bare' (parallel-core ) on rank 0, 'ddp' (parallel-core-ddp"
+    assert all(told.startswith(strategies) for told in first[2:])
+
+
+def test_an_optimizer_that_has_state_on_some_ranks_only_is_refused_where_all_are_needed(ranks: Ranks) -> None:
+    def work() -> str:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters())
+        cut = distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (2,)), [Shard(0)])
+        if core.rank() == 1:
+            optimizer.state[model.weight] = {"momentum_buffer": cut}
+        return failure(lambda: optimizer_state_dict(model, optimizer))
+
+    told = (
+        "the ranks do not agree: the optimizer has 'momentum_buffer' of 'weight' on rank 1, and not on rank 0; take "
+        "the same steps on every rank"
     )
+    assert ranks(work) == [told] * 2
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_bare_model_without_values_is_not_read(ranks: Ranks, kind: str) -> None:
+    def work() -> str:
+        return failure(lambda: model_state_dict(nn.Linear(2, 2, device="meta"), kind))
+
+    told = (
+        "on the meta device, without values to read: 'weight', 'bias'; give the model values first: load a state "
+        "dict, or wrap it"
+    )
+    assert ranks(work) == [told] * 2
+
+
+def test_extra_state_that_cannot_be_sent_is_refused_on_every_rank(ranks: Ranks) -> None:
+    def work() -> str:
+        return failure(lambda: load_model_state_dict(Net(2), changed(_extra_state=lambda: None)))
+
+    first, second = ranks(work)
+    assert first == second
+    assert first.startswith(f"{PREFIX}'_extra_state': can't be sent to the other ranks by pickle: ")
+    alone = nn.Sequential(Net(2))
+    load_model_state_dict(alone, {f"0.{name}": value for name, value in changed(_extra_state=len).items()})
+    assert alone[0].note is len  # one process needs no pickle
+
+
+class Unpacked:
+    """Can be pickled, and made again on rank 0 alone."""
+
+    def __reduce__(self) -> Any:
+        return eval, ("1 // (1 - __import__('torch').distributed.get_rank())",)
+
+
+def test_extra_state_that_a_rank_cannot_make_again_is_refused_on_every_rank(ranks: Ranks) -> None:
+    def work() -> str:
+        return failure(lambda: load_model_state_dict(Net(2), changed(_extra_state=Unpacked())))
+
+    assert ranks(work) == ["rank 1 of 2: ZeroDivisionError: integer division or modulo by zero"] * 2
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_what_was_made_for_inference_is_not_loaded_into(ranks: Ranks, is_wrapped: bool) -> None:
+    def work() -> str:
+        model: nn.Module = nn.BatchNorm1d(2)
+        state = model.state_dict()
+        if is_wrapped:
+            model = wrap_model_for_training(model, DistributedConfig(parallel_strategy="ddp")) or model
+        with torch.inference_mode():
+            next(part for part in model.modules() if "running_mean" in part._buffers).running_mean = torch.ones(2)
+            ok = failure(lambda: load_model_state_dict(model, state))
+        return ok + failure(lambda: load_model_state_dict(model, state))
+
+    for told in ranks(work):
+        assert told.startswith("made under torch.inference_mode(), and not to be written outside of it: ")
+        assert "running_mean'" in told
+
+
+def test_a_cast_of_a_number_that_has_no_place_is_refused() -> None:
+    model = nn.Linear(1, 1).to(torch.float16)
+    state: dict[str, Any] = {"weight": torch.tensor([[1e6]]), "bias": torch.tensor([math.inf])}
+    told = "'weight': found 1e+06, and float16 goes from -65504 to 65504; load it into a model of another dtype"
+    assert failure(lambda: load_model_state_dict(model, state, cast=True)) == PREFIX + told
+    load_model_state_dict(model, {**state, "weight": torch.ones(1, 1)}, cast=True)
+    assert model.bias.item() == math.inf  # it was infinite before
 
 
 def test_a_cast_that_loses_the_meaning_is_refused() -> None:

@@ -461,6 +461,39 @@ def test_what_is_no_module_is_refused(on_ranks: OnRanks) -> None:
     )
 
 
+class Hiding(nn.Sequential):
+    """Shows the bias alone to who asks for its parameters."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return ((name, each) for name, each in super().named_parameters(*args, **kwargs) if each.dim() == 1)
+
+
+def test_a_model_that_hides_its_parameters_is_refused(on_ranks: OnRanks) -> None:
+    assert refused_models(on_ranks, lambda: Hiding(nn.Linear(2, 2))) == (
+        "named_parameters() of this Hiding gives 1 entries, and torch's own would give 2, or others; leave it as torch "
+        "has it, and give the override another name"
+    )
+
+
+def test_a_device_is_one_whatever_its_form_and_what_is_none_is_told(
+    monkeypatch: pytest.MonkeyPatch, ddp_and_fsdp: None
+) -> None:
+    from parallel_core.wrapping import chosen_device
+
+    config = parallel_core.DistributedConfig(backend="gloo")
+    for asked in (None, "cpu", "cpu:0", torch.device("cpu", 0)):
+        assert str(chosen_device(asked, config)) == "cpu"
+    for wrong in ("gpu", "cuda:x", 1.5, nn.Linear(1, 1)):
+        with pytest.raises(WrapError, match=r"device: expected a torch\.device or its name, found"):
+            chosen_device(wrong, config)  # type: ignore[arg-type]  # the wrong type is the point
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    assert chosen_device("cuda", config) == torch.device("cuda", 3)
+    assert chosen_device("cuda:1", config) == torch.device("cuda", 1)
+    assert chosen_device("meta", config) == torch.device("meta")
+
+
 def test_a_refused_model_can_be_wrapped_afterwards(on_ranks: OnRanks) -> None:
     def work() -> bool:
         model = model_of()

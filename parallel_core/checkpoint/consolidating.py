@@ -21,11 +21,12 @@ from parallel_core.checkpoint.manifest import (
 from parallel_core.checkpoint.opening import INDEX, Saved, check_sizes, open_saved
 from parallel_core.checkpoint.reading import SavedReader
 from parallel_core.checkpoint.safetensors_format import SIZES, TensorInfo, file_order
-from parallel_core.checkpoint.tensor_bytes import CHUNK, dtype_name, dtype_named, in_dtype, memory, runs_of
+from parallel_core.checkpoint.tensor_bytes import CHUNK, dtype_named, in_dtype, memory, runs_of
 from parallel_core.checkpoint.tree import tensor_names_of_each
 from parallel_core.checkpoint.untrusted import read_file
 from parallel_core.checkpoint.verifying import Told, nobody, verify_files
 from parallel_core.checkpoint.writing import TensorFile, divided, index_of, told_of, write_file
+from parallel_core.dtypes import dtype_name
 from parallel_core.errors import CheckpointError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -91,8 +91,7 @@ def load_checkpoint(
         check_is_model(model)
         record, strategy, model = answering(model)
         layout = layout_of(model)
-        if record is None:
-            check_can_be_filled(model)
+        check_can_be_filled(model, record)
         objects = dict(sorted((objects or {}).items()))
         saved = open_saved(path)
         check_sizes(saved)
@@ -109,7 +108,7 @@ def load_checkpoint(
             "random_state": bool(random_state),
             "verify": bool(verify),
         }
-    check_alike("load", told)
+    check_alike("load", told, layout)
     if record is not None:
         strategy.settle(model)
     if verify:

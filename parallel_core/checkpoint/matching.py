@@ -11,8 +11,9 @@ from parallel_core.checkpoint.manifest import Manifest, SavedTensor, Section
 from parallel_core.checkpoint.optimizer_values import OptimizerValues
 from parallel_core.checkpoint.reading import SavedReader
 from parallel_core.checkpoint.safetensors_format import TensorInfo
-from parallel_core.checkpoint.tensor_bytes import dtype_name, dtype_named
+from parallel_core.checkpoint.tensor_bytes import dtype_named
 from parallel_core.checkpoint.tree import tensor_names_of_each
+from parallel_core.dtypes import dtype_name
 from parallel_core.errors import CheckpointError
 from parallel_core.optimizer_state_dicts import Groups, optimizer_problems
 from parallel_core.record import Layout

@@ -11,11 +11,14 @@ import torch
 from torch import nn
 
 from parallel_core import ranks
+from parallel_core.alike import layout_differences, raise_differences
 from parallel_core.checkpoint.folder import checkpoint_path
 from parallel_core.checkpoint.safetensors_format import SIZES
-from parallel_core.checkpoint.tensor_bytes import dtype_name, dtype_named
+from parallel_core.checkpoint.tensor_bytes import dtype_named
+from parallel_core.dtypes import dtype_name
 from parallel_core.errors import CheckpointError
 from parallel_core.hookspecs import StateDictType
+from parallel_core.record import Layout
 from parallel_core.state_dicts import parse_state_dict_type
 
 
@@ -74,22 +77,27 @@ def check_is_model(model: object) -> None:
         raise CheckpointError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
 
 
-def check_alike(what: str, told: dict[str, Any]) -> None:
+def check_alike(what: str, told: dict[str, Any], layout: Layout) -> None:
     """Agree that all ranks were asked for the same; a collective.
 
     Args:
         what: "save" or "load".
         told: what this rank was asked for, by the names of the arguments.
+        layout: the model's.
 
     Raises:
         CheckpointError: they were not; the same error on every rank.
     """
-    gathered = ranks.all_gather(told)
+    with ranks.comparison(CheckpointError) as call:
+        call.mine = (told, layout)
+    first, _ = call.by_rank[0]
     different = [
-        f"{name} is {gathered[0][name]!r} on rank 0 and {other[name]!r} on rank {rank}"
-        for rank, other in enumerate(gathered)
+        f"{name} is {first[name]!r} on rank 0 and {other[name]!r} on rank {rank}"
+        for rank, (other, _) in enumerate(call.by_rank)
         for name in told
-        if other[name] != gathered[0][name]
+        if other[name] != first[name]
     ]
     if different:
         raise CheckpointError(f"every rank must {what} in the same way: {'; '.join(different[:5])}")
+    layouts = [each for _, each in call.by_rank]
+    raise_differences(layouts, layout_differences, "pass the same model on every rank", CheckpointError)

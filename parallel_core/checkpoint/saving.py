@@ -21,6 +21,7 @@ from parallel_core.checkpoint.publishing import write
 from parallel_core.checkpoint.telling import as_checkpoint_error
 from parallel_core.checkpoint.tree import encode
 from parallel_core.errors import CheckpointError
+from parallel_core.filling import check_can_be_read
 from parallel_core.hookspecs import StateDictType
 from parallel_core.record import layout_of
 
@@ -77,9 +78,11 @@ def save_checkpoint(
         check_is_model(model)
         _check_is_optimizer(optimizer)
         record, strategy, model = settled(model)
+        check_can_be_read(model, record)
         layout = layout_of(model)
         options = checked_options(path, state_dict_type, dtype, max_file_bytes, keep_last, checksum, random_state)
-    check_alike("save", {**options.told(), "optimizer": type(optimizer).__name__, "background": background})
+    told = {"strategy": strategy.name, "optimizer": type(optimizer).__name__, "background": background}
+    check_alike("save", {**options.told(), **told}, layout)
     with ranks.agreement(CheckpointError):
         parts = {"model": model_part(strategy, model, layout)}
     with ranks.agreement(CheckpointError):

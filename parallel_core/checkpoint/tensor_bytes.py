@@ -10,6 +10,7 @@ import torch
 
 from parallel_core import ranks
 from parallel_core.checkpoint.safetensors_format import SIZES, TensorInfo
+from parallel_core.dtypes import dtype_name, lost_number
 from parallel_core.errors import CheckpointError
 from parallel_core.local_shards import Region
 
@@ -28,11 +29,6 @@ def info_of(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> Tenso
         kind = name if tensor.layout is torch.strided else f"{tensor.layout} {name}"
         raise CheckpointError(f"a tensor of {kind} can't be saved; possible are dense ones of {', '.join(SIZES)}")
     return TensorInfo(name, tuple(tensor.shape) if shape is None else shape)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return `float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -82,20 +78,6 @@ def in_dtype(name: str, elements: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     if elements.dtype == dtype:
         return elements
     found = elements.to(dtype)
-    # Most often there is none, and looked at again are the few alone.
-    suspect = _out_of_range(elements, dtype) if dtype.itemsize == 1 else found.isinf()
-    if bool(suspect.any()):
-        before, after = elements[suspect].to(torch.float64), found[suspect].to(torch.float64)
-        if bool((lost := before != after).any()):
-            limits = torch.finfo(dtype)
-            raise CheckpointError(
-                f"{name!r} has {before[lost][0].item():g}, and {dtype_name(dtype)} goes from {limits.min:g} to "
-                f"{limits.max:g}; choose another dtype"
-            )
+    if lost := lost_number(elements, found):
+        raise CheckpointError(f"{name!r} has {lost}; choose another dtype")
     return found
-
-
-def _out_of_range(elements: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # For float8: some of its kinds have no infinity, and stop at their largest number or turn into NaN (torch 2.13).
-    wide, limits = elements if elements.element_size() >= 4 else elements.to(torch.float32), torch.finfo(dtype)
-    return (wide > limits.max) | (wide < limits.min)

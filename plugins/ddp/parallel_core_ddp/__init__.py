@@ -62,13 +62,16 @@ _SENT_BY_GLOO = frozenset(
 
 @hookimpl
 def check_model(model: nn.Module, device: torch.device) -> list[str]:
-    from parallel_core.tensor_checks import tensor_problems
+    from parallel_core.dtypes import dtype_name
+    from parallel_core.tensor_checks import memory_problems, tensor_problems
 
     problems = list(tensor_problems(model))
+    if any(parameter.device.type != device.type for parameter in model.parameters()):
+        problems += memory_problems(model)  # moving the model gives each its own
     if device.type != "cpu" or not any(parameter.requires_grad for parameter in model.parameters()):
         return problems
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    dtypes = {name: dtype_name(tensor.dtype) for name, tensor in tensors.items()}
     return problems + [
         f"{name!r} is {dtype}, which DistributedDataParallel can't send over gloo; use another dtype, or train on a GPU"
         for name, dtype in dtypes.items()

@@ -127,3 +127,13 @@ def test_tensors_that_can_t_be_sent_and_a_bucket_that_no_machine_has_are_refused
     assert ranks(work) == [["buffer 'near' is sparse (torch.sparse_co", "parameter 'weight' has a gradient alread"]] * 2
     with pytest.raises(ConfigError, match="expected a number > 0 and <= 1_000_000 or null"):
         DistributedConfig(ddp_bucket_cap_mb=1e300)
+
+
+def test_parameters_in_one_memory_are_refused_where_the_wrap_moves_them() -> None:
+    from parallel_core_ddp import check_model
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight.data = model[0].weight.data
+    assert check_model(model, torch.device("cpu")) == []  # they stay together
+    (found,) = check_model(model, torch.device("cuda"))
+    assert found.startswith("parameter '0.weight' and parameter '1.weight' lie in the same memory")

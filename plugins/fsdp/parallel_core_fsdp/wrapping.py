@@ -13,6 +13,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from parallel_core import sharding, sharding_checks
 from parallel_core.meta import MetaStart
+from parallel_core.parameter_checks import kept_elsewhere
 from parallel_core_fsdp import FSDPConfig, abandoned, stepping
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,12 @@ def problems(model: nn.Module, config: FSDPConfig, device: torch.device) -> Iter
     """Yield what would make the wrap, or the first step, fail; FSDP1 itself finds it with half of the model wrapped."""
     # A unit's parameters become one flat tensor, of one dtype.
     yield from sharding_checks.problems(model, config, device, "fsdp")
+    units = {id(unit.module): unit.name for unit in sharding.plan(model, config)}
+    for holder, attribute, name in kept_elsewhere(model, units):
+        yield (
+            f"{holder or 'the model'!r} keeps the module {name!r} in its attribute {attribute!r} too, where fsdp can't "
+            f"put the wrapped one; reach it through its parent, or use nn.ModuleList"
+        )
 
 
 def wrap(model: nn.Module, config: FSDPConfig, device: torch.device) -> FullyShardedDataParallel:

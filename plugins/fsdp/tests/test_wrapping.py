@@ -299,3 +299,35 @@ def test_a_parameter_without_elements_is_refused_by_name(ranks: Ranks) -> None:
     for message in ranks(work):
         assert "parameter 'nothing' has no elements" in message
         assert message.endswith("; Linear")
+
+
+class Listed(InPlace):
+    """Keeps its first layer in a list beside the attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [self.first]
+
+
+def test_a_unit_that_a_module_keeps_elsewhere_too_is_refused(ranks: Ranks) -> None:
+    def work() -> str:
+        with pytest.raises(WrapError) as caught:
+            wrapped(nn.Sequential(Listed()), fsdp_auto_wrap_min_params=1)
+        wrapped(Listed(), fsdp_auto_wrap_min_params=100)  # where it is no unit, nothing takes its place
+        return str(caught.value).removeprefix("strategy 'fsdp' can't wrap this model: ")
+
+    expected = (
+        "'0' keeps the module '0.first' in its attribute 'layers' too, where fsdp can't put the wrapped one; reach it "
+        "through its parent, or use nn.ModuleList"
+    )
+    assert ranks(work) == [expected, expected]
+
+
+def test_the_cpu_may_be_named_with_an_index(ranks: Ranks) -> None:
+    def work() -> bool:
+        config = DistributedConfig(parallel_strategy="fsdp")
+        model = parallel_core.wrap_model_for_training(nn.Linear(2, 2), config, device="cpu:0")
+        assert model is not None
+        return bool(model(torch.ones(1, 2)).isfinite().all())
+
+    assert ranks(work) == [True, True]
