@@ -11,7 +11,7 @@ import torch
 from parallel_core import ranks
 from parallel_core.hookspecs import StateDictType
 from parallel_core.outlines import on_meta, outlined, sent, unsendable
-from parallel_core.record import Layout, TensorSpec
+from parallel_core.record import Layout
 from parallel_core.state_dicts import (
     Verdict,
     agree_on,
@@ -126,9 +126,9 @@ def _shape_problems(layout: Layout, state: Mapping[str, Mapping[str, Any]]) -> I
     # L-BFGS keeps all that it has, about all parameters laid end to end, under the first of them.
     is_per_parameter = len(state) > 1 or len(layout.parameters) == 1
     for name, values in state.items():
-        if name not in layout.parameters:
-            continue
-        spec = _spec(layout, name)
+        spec = layout.entries.get(name) if name in layout.parameters else None
+        if spec is None:
+            continue  # told of already, or a state dict's hook leaves it out
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and is_per_parameter and not _fits(tuple(value.shape), spec.shape):
                 yield (f"{name!r}, {key!r}: wrong shape: the model's parameter is {spec}, the state {describe(value)}")
@@ -151,12 +151,6 @@ def _fits(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
     if len(shape) != len(parameter):
         return True
     return all(size in (1, expected) for size, expected in zip(shape, parameter, strict=True))
-
-
-def _spec(layout: Layout, name: str) -> TensorSpec:
-    spec = layout.entries[name]
-    assert spec is not None  # a parameter is a tensor
-    return spec
 
 
 def _mapped(layout: Layout, state_dict: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map_only
 
 from parallel_core import ranks
 from parallel_core.names import unwrapped
+from parallel_core.outputs import map_tensors
 from parallel_core.recomputation import recompute_units
 from parallel_core.sharding_config import ShardingConfig
 from parallel_core.units import Unit, choose_units, describe_no_units
@@ -152,6 +152,4 @@ def return_no_views(module: nn.Module) -> None:
 def _without_views(output: Any) -> Any:
     if not torch.is_grad_enabled():
         return output
-    return tree_map_only(
-        torch.Tensor, lambda tensor: tensor.clone() if tensor.requires_grad and tensor._is_view() else tensor, output
-    )
+    return map_tensors(lambda tensor: tensor.clone() if tensor.requires_grad and tensor._is_view() else tensor, output)

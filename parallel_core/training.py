@@ -5,6 +5,8 @@ Every verb takes the wrapped model, the same inside `torch.compile`, or a bare m
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -114,15 +116,26 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
 def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale the gradients so that their norm over the whole model is at most `max_norm`.
 
+    Args:
+        model: the model.
+        max_norm: from 0 on; the same on every rank, as it is not compared.
+        norm_type: the p of the p-norm, infinity too; likewise.
+
     Returns:
         The norm before clipping: a plain tensor without dimensions, the same on every rank.
 
     Raises:
-        TrainingError: gradients were accumulated under `no_sync` and never synchronised.
+        TrainingError: gradients were accumulated under `no_sync` and never synchronised; or one of the two is no such
+            number.
     """
+    limit, power = _number("max_norm", max_norm), _number("norm_type", norm_type)
+    if limit < 0:
+        raise TrainingError(
+            f"max_norm: expected a number from 0 on, found {max_norm!r}, which would turn the step back"
+        )
     _, strategy, model = settled(model)
     _check_synchronised(strategy, model)
-    return strategy.clip_grad_norm(model, float(max_norm), float(norm_type))
+    return strategy.clip_grad_norm(model, limit, power)
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
@@ -144,6 +157,17 @@ def data_parallel(model: nn.Module) -> tuple[int, int]:
     """Return `(index, count)`: this rank reads share `index` of the data cut into `count`."""
     _, strategy, model = answering(model)
     return strategy.data_parallel(model)
+
+
+def _number(name: str, value: Any) -> float:
+    is_number = isinstance(value, numbers.Real | torch.Tensor) and not isinstance(value, bool)
+    try:
+        number = float(value) if is_number else math.nan
+    except (RuntimeError, ValueError, OverflowError):  # a tensor of several elements, an integer that is too large
+        number = math.nan
+    if math.isnan(number):
+        raise TrainingError(f"{name}: expected a number, found {value!r:.80}")
+    return number
 
 
 def _check_synchronised(strategy: Strategy, model: nn.Module) -> None:

@@ -18,7 +18,7 @@ PLUGINS = {path.name: path for path in sorted(ROOT.glob("plugins/*/parallel_core
 
 # Imports run one way: a module imports only what stands on a line above its own. A folder stands for all its modules.
 ORDER = [
-    ["dtypes", "errors", "hookspecs"],
+    ["dtypes", "errors", "hookspecs", "outputs"],
     ["field_types"],
     ["conversion"],
     ["strategy_config"],
@@ -63,6 +63,7 @@ FOR_STRATEGY_AUTHORS = {
     "meta",
     "names",
     "optimizer_state",
+    "outputs",
     "parameter_checks",
     "ranks",
     "recomputation",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -53,3 +55,30 @@ def test_neither_clipping_nor_a_step_takes_gradients_that_wait(install_strategy:
     assert clip_grad_norm(model, 1e9) > 0
     optimizer.step()
     assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("x",), "max_norm: expected a number, found 'x'"),
+        ((None,), "max_norm: expected a number, found None"),
+        ((True,), "max_norm: expected a number, found True"),
+        ((math.nan,), "max_norm: expected a number, found nan"),
+        ((torch.ones(2),), "max_norm: expected a number, found tensor([1., 1.])"),
+        ((-1,), "max_norm: expected a number from 0 on, found -1, which would turn the step back"),
+        ((1.0, "inf"), "norm_type: expected a number, found 'inf'"),
+        ((1.0, math.nan), "norm_type: expected a number, found nan"),
+    ],
+)
+def test_what_is_no_norm_is_refused(arguments: tuple[Any, ...], told: str) -> None:
+    with pytest.raises(TrainingError) as caught:
+        clip_grad_norm(nn.Linear(2, 1), *arguments)
+    assert str(caught.value) == told
+
+
+@pytest.mark.parametrize("arguments", [(1,), (torch.tensor(1.0),), (math.inf,), (0,), (1.0, math.inf), (1.0, 0)])
+def test_every_number_that_is_a_norm_is_taken(arguments: tuple[Any, ...]) -> None:
+    model = nn.Linear(2, 1)
+    model(torch.ones(1, 2)).sum().backward()
+    expected = {math.inf: 1.0, 0: 2.0}.get(arguments[1] if len(arguments) > 1 else 2, math.sqrt(3))
+    assert clip_grad_norm(model, *arguments).item() == pytest.approx(expected)

@@ -129,6 +129,11 @@ def optimizer_part(
         _take(part, state_dict["state"], state_dict["param_groups"], lambda _, tensor: LocalShard.of(tensor))
         return part
     parameters = bare_parameters(model)
+    if lacking := [name for name, each in parameters.items() if each in optimizer.state and name not in shards]:
+        raise CheckpointError(
+            f"{named('the optimizer has state of parameters that the state dict of the model leaves out', lacking)}; "
+            f"let the hook, or the override of state_dict, leave them there"
+        )
     in_pieces = shows_pieces(parameters, shards)
     # A rank that holds nothing of a parameter takes no steps with it: what it once loaded is out of date.
     held = {
@@ -152,6 +157,7 @@ def shows_pieces(parameters: Mapping[str, torch.Tensor], shards: Mapping[str, Lo
     mine = any(
         not is_dtensor(parameter) and shards[name].region != Region.whole(shards[name].shape)
         for name, parameter in parameters.items()
+        if name in shards  # a state dict's hook may leave out what is not trained
     )
     return any(ranks.all_gather(mine))
 

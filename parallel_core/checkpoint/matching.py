@@ -101,7 +101,10 @@ def check_optimizer(layout: Layout, groups: Groups, section: Section | None) -> 
         info = section.tensors[name]
         return torch.empty(info.shape, dtype=dtype_named(info.dtype), device="meta")
 
-    problems = list(optimizer_problems(layout, groups, OptimizerValues.of(section.values).decoded(outline)))
+    decoded = OptimizerValues.of(section.values).decoded(outline)
+    problems = list(optimizer_problems(layout, groups, decoded))
+    if lacking := [name for name in decoded["state"] if name in layout.parameters and name not in layout.entries]:
+        problems.append(named("state of parameters that the state dict of the model leaves out", lacking))
     if problems:
         raise CheckpointError(_text("the checkpoint does not fit the optimizer", problems))
 

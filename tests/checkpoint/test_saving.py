@@ -246,6 +246,7 @@ def test_what_fails_on_one_rank_is_raised_on_all(ranks: Ranks, tmp_path: Path) -
             {"model": None if other else model},
             {"model": bare.state_dict() if other else model},
             {"model": nn.LazyLinear(2) if other else model},
+            {"model": nn.Linear(2, 2, device="meta") if other else model},
             {"optimizer": 3 if other else None},
             {"optimizer": optimizer},
             {"objects": [optimizer] if other else {}},
@@ -272,6 +273,7 @@ def test_what_fails_on_one_rank_is_raised_on_all(ranks: Ranks, tmp_path: Path) -
         "model: expected a torch.nn.Module, found NoneType",
         "model: expected a torch.nn.Module, found OrderedDict",
         "RuntimeError: Can't access the shape of an uninitialized parameter",
+        "on the meta device, without values to read: 'weight', 'bias'; give the model values first: load a state dict",
         "optimizer: expected a torch.optim.Optimizer or None, found int",
         "the optimizer's state for 'weight' has the key (1, 2); expected plain strings",
         "objects: expected a dict of objects by name, found list",
@@ -281,6 +283,46 @@ def test_what_fails_on_one_rank_is_raised_on_all(ranks: Ranks, tmp_path: Path) -
     for message, beginning in zip(first, expected, strict=True):
         assert message.startswith(f"rank 1 of 2: {beginning}"), message
     assert names(tmp_path) == []
+
+
+class Partial(nn.Sequential):
+    """Leaves its first layer out of its state dict, as one does with a backbone that stays as it was downloaded."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 2), nn.Linear(2, 1))
+
+        def drop(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+            for name in ("0.weight", "0.bias"):
+                del state[f"{prefix}{name}"]
+
+        self.register_state_dict_post_hook(drop)  # type: ignore[no-untyped-call]  # torch's own is not annotated
+
+
+def test_what_a_state_dict_leaves_out_is_not_saved_and_must_not_train(tmp_path: Path) -> None:
+    model = Partial()
+    optimizer = torch.optim.AdamW(model[1].parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    parallel_core.save_checkpoint(tmp_path / "a", model, optimizer)
+    other = Partial()
+    before = other.get_parameter("0.weight").clone()
+    parallel_core.load_checkpoint(tmp_path / "a", other, torch.optim.AdamW(other[1].parameters()))
+    assert torch.equal(other.get_parameter("1.weight"), model.get_parameter("1.weight"))
+    assert torch.equal(other.get_parameter("0.weight"), before)
+
+    trained = torch.optim.AdamW(model.parameters())
+    trained.step()
+    with pytest.raises(CheckpointError) as caught:
+        parallel_core.save_checkpoint(tmp_path / "b", model, trained)
+    assert str(caught.value) == (
+        "the optimizer has state of parameters that the state dict of the model leaves out: '0.weight', '0.bias'; let "
+        "the hook, or the override of state_dict, leave them there"
+    )
+    parallel_core.save_checkpoint(tmp_path / "whole", nn.Sequential(*model), trained)
+    with pytest.raises(CheckpointError, match="state of parameters that the state dict of the model leaves out"):
+        parallel_core.load_checkpoint(tmp_path / "whole", other, torch.optim.AdamW(other.parameters()), strict=False)
+    state = parallel_core.optimizer_state_dict(model, trained)  # has its own names, and needs no state of the model
+    parallel_core.load_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()), state)
 
 
 def test_older_siblings_are_pruned_and_nothing_else(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from parallel_core import TrainingError
+from parallel_core.outputs import tensors_in
 
 WATCH = "_parallel_core_ddp_watch"
 
@@ -87,6 +87,6 @@ class Watch:
         def note(_: torch.Tensor) -> None:
             self.waits = waits
 
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(note)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(note)

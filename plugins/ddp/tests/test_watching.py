@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 import parallel_core
 from parallel_core import DistributedConfig, TrainingError
 from parallel_core import ranks as collective
+from parallel_core.outputs import tensors_in
 from parallel_core.testing import Ranks
 
 
@@ -120,19 +123,26 @@ def test_what_trains_is_settled_at_the_wrap(ranks: Ranks) -> None:
     assert ranks(work) == [[thaw, thaw, freeze, "True"]] * 2
 
 
-def test_outputs_of_any_form_are_watched(ranks: Ranks) -> None:
+@dataclass
+class Output:
+    loss: torch.Tensor
+
+
+@pytest.mark.parametrize("packed", [lambda loss: {"loss": (loss,), "other": None}, lambda loss: [Output(loss)]])
+def test_outputs_of_any_form_are_watched(ranks: Ranks, packed: Callable[[torch.Tensor], Any]) -> None:
     class Several(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(4, 1)
 
-        def forward(self, x: torch.Tensor) -> dict[str, Any]:
-            return {"loss": (self.layer(x).sum(),), "other": None}
+        def forward(self, x: torch.Tensor) -> Any:
+            return packed(self.layer(x).sum())
 
     def work() -> float | str:
         model = wrapped(Several())
         with parallel_core.no_sync(model):
-            model(torch.ones(2, 4))["loss"][0].backward()
+            (loss,) = tensors_in(model(torch.ones(2, 4)))
+            loss.backward()
         return norm(model)
 
     assert ranks(work) == [WAITING] * 2

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.utils._pytree import tree_leaves
+
+from parallel_core import TrainingError
+from parallel_core.outputs import tensors_in
 
 HOOK = "_post_backward_hook_state"
 
@@ -51,7 +53,7 @@ def watch(model: FullyShardedDataParallel) -> None:
                 delattr(parameter, HOOK)
 
     def after(output: Any) -> None:
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if not (torch.is_grad_enabled() and tensors):
             return
         suspects, this = list(unhooked), _Result()
@@ -63,7 +65,7 @@ def watch(model: FullyShardedDataParallel) -> None:
 
         def check() -> None:
             if not all(parameter._post_backward_called for parameter in suspects):
-                raise RuntimeError(LOST)
+                raise TrainingError(LOST)
 
         awaited.append(weakref.ref(this))
         for tensor in tensors:

@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import parallel_core
-from parallel_core import ConfigError, DistributedConfig, WrapError
+from parallel_core import ConfigError, DistributedConfig, TrainingError, WrapError
 from parallel_core import ranks as collective
 from parallel_core.testing import Ranks
 from parallel_core.testing.conformance.runs import Run, differences, for_each, trained_and_reloaded
@@ -142,7 +142,7 @@ def test_in_16_bits_a_forward_without_a_backward_is_forgotten_or_an_error(ranks:
                 kept.clear()
             try:
                 run.step(seed)
-            except RuntimeError as error:
+            except TrainingError as error:
                 return [str(error)]
         return [run.local()]
 

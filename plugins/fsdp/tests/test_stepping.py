@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -147,3 +148,51 @@ def test_each_wrapper_is_in_the_mode_of_what_is_inside(ranks: Ranks, settings: d
         ]
 
     assert ranks(work) == [[{True}, {False}, {False}]] * 2
+
+
+@dataclass
+class Output:
+    """What a model returns, as many libraries have it."""
+
+    value: torch.Tensor
+
+
+class Packing(nn.Module):
+    """Returns its results in a dataclass, and so does the unit in it: a view, which is changed in place."""
+
+    def __init__(self, *, inside: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4) if not inside else Packing(inside=False)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Output:
+        found = self.first(x)
+        y = found.value if isinstance(found, Output) else found
+        y += x
+        return Output(self.second(y))
+
+
+def test_a_dataclass_is_looked_into_wherever_outputs_are(ranks: Ranks) -> None:
+    inputs = torch.ones(2, 3, 4)
+
+    def work() -> list[Any]:
+        bare, model = Packing(), wrapped(Packing())
+        for each in (bare, model):
+            each(inputs).value.square().mean().backward()
+        same = norm_of(model) == pytest.approx(norm_of(bare), rel=1e-5)
+        model = wrapped(Packing(), mixed_precision="bf16")
+        model(inputs)
+        model(inputs).value.float().mean().backward()  # the forward before it is forgotten
+        trains = norm_of(model) > 0
+        kept = model(inputs)
+        with pytest.raises(TrainingError) as caught:
+            model(inputs).value.float().mean().backward()
+        del kept
+        return [same, trains, str(caught.value).partition(":")[0]]
+
+    assert ranks(work) == [[True, True, "the gradients of this backward pass are lost"]] * 2
+
+
+def norm_of(model: nn.Module) -> float:
+    return parallel_core.clip_grad_norm(model, 1e9).item()
