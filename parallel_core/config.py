@@ -11,7 +11,6 @@ import os
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 import msgspec
@@ -205,7 +204,7 @@ def _check_sources(
 ) -> CheckedSettings:
     found: list[Setting | str] = []
     if path is not None:
-        found += read_file(Path(path), table)
+        found += read_file(path, table)
     elif table is not None:
         found.append(f"table={table!r}: expected a file to look for it in, found path=None")
     found += read_environment(os.environ if environ is None else environ)

@@ -7,11 +7,12 @@ one error can list all that is wrong with all sources.
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from parallel_core.errors import did_you_mean
 
@@ -47,13 +48,18 @@ class _UnreadableError(Exception):
     """A file can't be read as what its name says; the text is the problem."""
 
 
-def read_file(path: Path, table: str | None) -> list[Setting | str]:
+def read_file(path: object, table: object) -> list[Setting | str]:
     """Return the settings at the top of a TOML, YAML or JSON file, or in the named table of it.
 
     Args:
         path: the file; its suffix says what it is.
         table: the table's name, dotted if it lies in another one; None for the top.
     """
+    if not isinstance(table, str | None):
+        return [f"table: expected the name of a table, found {table!r}"]
+    if not isinstance(path, str | os.PathLike):
+        return [f"path: expected the path of a file, found {path!r}"]
+    path = Path(path)
     try:
         content = _find_table(_parse(path), table)
     except _UnreadableError as problem:
@@ -69,24 +75,30 @@ def read_file(path: Path, table: str | None) -> list[Setting | str]:
     return found
 
 
-def read_environment(environ: Mapping[str, str]) -> list[Setting | str]:
+def read_environment(environ: object) -> list[Setting | str]:
     """Return the settings in the variables that begin with `PARALLEL_CORE_`, sorted by name."""
+    if not isinstance(environ, Mapping):
+        return [f"environ: expected a dict of variables, found {environ!r:.80}"]
     found: list[Setting | str] = []
-    for variable in sorted(environ):
+    for variable in sorted(name for name in environ if isinstance(name, str)):
         if variable.startswith(ENVIRONMENT_PREFIX):
             rest = variable.removeprefix(ENVIRONMENT_PREFIX)
             name = rest.lower() if rest.isupper() else rest  # `PARALLEL_CORE_backend` is not the variable's name
             place = f"environment: {variable}"
+            if not isinstance(environ[variable], str):
+                found.append(f"{place}: expected a text, as all variables have, found {environ[variable]!r:.80}")
+                continue
             found.append(Setting(name, place, text=environ[variable], origin=place, spell=_variable))
     return found
 
 
-def read_overrides(overrides: Iterable[str]) -> list[Setting | str]:
+def read_overrides(overrides: object) -> list[Setting | str]:
     """Return the settings of strings such as `fsdp_cpu_offload=true`."""
-    if isinstance(overrides, str):
-        return [f"overrides: expected a list of strings such as 'name=value', found the string {overrides!r}"]
+    if isinstance(overrides, str) or not isinstance(overrides, Iterable):
+        kind = "the string " if isinstance(overrides, str) else ""
+        return [f"overrides: expected a list of strings such as 'name=value', found {kind}{overrides!r:.80}"]
     found: list[Setting | str] = []
-    for override in cast("Iterable[object]", overrides):
+    for override in overrides:
         if not isinstance(override, str) or "=" not in override:
             found.append(f"override {override!r}: expected a string such as 'name=value'")
             continue
@@ -188,7 +200,13 @@ def _find_table(content: Any, table: str | None) -> dict[Any, Any]:
         raise _UnreadableError(f"expected settings at the top, found {_kind(content)}")
     found, place = content or {}, "at the top"
     names = table.split(".") if table is not None else []
-    for depth, name in enumerate(names, start=1):
+    depth = 0
+    while depth < len(names):
+        # A table's own name may have dots, in quotes.
+        ends = range(depth + 1, len(names) + 1)
+        depth, name = next(
+            ((end, key) for end in ends if (key := ".".join(names[depth:end])) in found), (depth + 1, names[depth])
+        )
         if name not in found:
             tables = [key for key, value in found.items() if isinstance(value, dict) and isinstance(key, str)]
             there = f"the tables {place} are {', '.join(map(repr, tables))}" if tables else f"there is none {place}"

@@ -68,6 +68,10 @@ class RankError(ParallelCoreError):
 
 
 def did_you_mean(found: str, allowed: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the allowed name nearest to the one found, or nothing where none is near."""
-    nearest = difflib.get_close_matches(found, list(allowed), n=1)
+    """Return `; did you mean 'x'?` for the allowed name nearest to the one found, or nothing where none is near.
+
+    Capital letters count where a name that is near has them as well.
+    """
+    names = list(allowed)
+    nearest = difflib.get_close_matches(found, names, n=1) or difflib.get_close_matches(found.lower(), names, n=1)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""

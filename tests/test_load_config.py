@@ -130,6 +130,11 @@ def test_settings_may_stand_in_a_table_beside_other_people_s() -> None:
     Path("a.toml").write_text('lr = 1\n[distributed]\nbackend = "gloo"\n[training.distributed]\nbackend = "nccl"\n')
     assert load_config("a.toml", "distributed", environ={}).backend == "gloo"
     assert load_config("a.toml", table="training.distributed", environ={}).backend == "nccl"
+    Path("b.toml").write_text('["a.b"]\nbackend = "gloo"\n[c."d.e"]\nbackend = "nccl"\n[c.d]\n')
+    assert load_config("b.toml", "a.b", environ={}).backend == "gloo"
+    assert load_config("b.toml", "c.d", environ={}).backend == "auto"
+    Path("b.toml").write_text('[c."d.e"]\nbackend = "nccl"\n')
+    assert load_config("b.toml", "c.d.e", environ={}).backend == "nccl"
 
 
 # What a person writes into a file, and the whole of what they are told.
@@ -470,6 +475,13 @@ def test_the_environment_is_the_process_s_own_if_none_is_given(monkeypatch: pyte
                 "'ddp' (parallel-core-ddp 0.1.0), 'fsdp' (parallel-core-fsdp 0.1.0); did you mean 'ddp'?"
             ),
         ),
+        (
+            "parallel_strategy=FSDP",
+            (
+                "override 'parallel_strategy=FSDP': unknown strategy 'FSDP': installed are "
+                "'ddp' (parallel-core-ddp 0.1.0), 'fsdp' (parallel-core-fsdp 0.1.0); did you mean 'fsdp'?"
+            ),
+        ),
     ],
 )
 def test_a_problem_in_an_override_says_the_override(override: Any, problem: str) -> None:
@@ -480,6 +492,26 @@ def test_one_string_in_place_of_a_list_of_overrides_is_refused() -> None:
     assert problems_of(overrides="backend=gloo") == (
         "overrides: expected a list of strings such as 'name=value', found the string 'backend=gloo'",
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"path": 3}, "path: expected the path of a file, found 3"),
+        ({"path": b"a.toml"}, "path: expected the path of a file, found b'a.toml'"),
+        ({"path": "a.toml", "table": 3}, "table: expected the name of a table, found 3"),
+        ({"overrides": None}, "overrides: expected a list of strings such as 'name=value', found None"),
+        ({"overrides": 3}, "overrides: expected a list of strings such as 'name=value', found 3"),
+        ({"environ": ["a"]}, "environ: expected a dict of variables, found ['a']"),
+        (
+            {"environ": {"PARALLEL_CORE_BACKEND": 3, 4: "x", "HOME": None}},
+            "environment: PARALLEL_CORE_BACKEND: expected a text, as all variables have, found 3",
+        ),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_problems_like_the_others(options: dict[str, Any], problem: str) -> None:
+    Path("a.toml").write_text("")
+    assert problems_of(**options) == (problem,)
 
 
 def test_overrides_may_have_blanks_around_name_and_value() -> None:
