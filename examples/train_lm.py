@@ -14,9 +14,10 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -52,26 +53,30 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         console = Console(quiet=group.rank != 0, markup=False, emoji=False, highlight=False)
         text = read_text(args.data, args.max_bytes)
         if len(text) <= args.context:
-            sys.exit(f"{args.data} has {len(text)} bytes of text, and a context of {args.context} needs more")
+            refuse(group.rank, f"{args.data} has {len(text)} bytes of text, and a context of {args.context} needs more")
 
         torch.manual_seed(args.seed)
         model: nn.Module = ByteLM(args.width, args.depth, args.heads, args.context)
         whole = sum(parameter.numel() for parameter in model.parameters())
-        model = wrap_model_for_training(model, config, device=group.device) or model.to(group.device)
+        wrapped = wrap_model_for_training(model, config, device=group.device)
+        model = wrapped or model.to(group.device)  # one process needs no strategy
         optimizer = wrap_optimizer(model, torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95)))
         scaler = grad_scaler(model)
         held = ranks.all_gather((str(group.device), held_parameters(model)))
-        console.print(parameter_table(config.parallel_strategy, whole, held))
+        console.print(parameter_table(config.parallel_strategy if wrapped else "none", whole, held))
 
         index, count = data_parallel(model)
-        if args.batch % (count * args.micro_batches):
-            sys.exit(f"--batch {args.batch} can't be cut into {count} shares of {args.micro_batches} micro-batches")
+        if rest := args.batch % (pieces := count * args.micro_batches):
+            problem = f"--batch {args.batch} can't be cut into {count} shares of {args.micro_batches} micro-batches"
+            refuse(group.rank, f"{problem}; {args.batch - rest + pieces} can")
         run = args.output or ranks.broadcast(Path("runs", time.strftime("%Y-%m-%d-%H%M%S")))
         first_step, first_loss = 0, 0.0
         if latest := latest_checkpoint(run):
             extra = load_checkpoint(latest, model, optimizer, objects={"scaler": scaler}).extra
             first_step, first_loss = extra["step"], extra["first_loss"]
             console.print(f"going on from {latest}; another --output starts a new run", soft_wrap=True)
+        if first_step >= args.steps:
+            console.print(f"nothing to train: the run has {first_step} steps; give more --steps than that")
 
         losses: list[float] = []
         steps = range(first_step, args.steps)
@@ -108,8 +113,6 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
             last_loss = sum(losses[-10:]) / len(losses[-10:])
             console.print(f"saved in {latest}", soft_wrap=True)
             console.print(f"loss {first_loss:.2f} -> {last_loss:.2f} ({last_loss / first_loss:.0%} of its start)")
-        else:
-            console.print(f"nothing to train: the run has {first_step} steps; give more --steps than that")
     return losses
 
 
@@ -148,6 +151,22 @@ def held_parameters(model: nn.Module) -> int:
     return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
 
 
+def refuse(rank: int, problem: str) -> NoReturn:
+    """End all ranks with a problem that each of them has found; one says it."""
+    sys.exit(problem if rank == 0 else 1)
+
+
+def number(least: int) -> Callable[[str], int]:
+    """Return what reads a whole number of the command line, from `least` on."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least} on, found {text!r}")
+        return int(text)
+
+    return read
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the command line's arguments; the strategy is the last of the overrides."""
     parser = argparse.ArgumentParser(
@@ -158,28 +177,32 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--config", type=Path, default=Path(__file__).with_name("parallel.toml"), help="how the ranks share the work")
     add("--strategy", help="overrides the config file's parallel_strategy")
     add("--data", type=Path, default=Path(os.__file__).parent, help="any file or folder of text")
-    add("--max-bytes", type=int, default=4_000_000, help="read no more of it")
+    add("--max-bytes", type=number(1), default=4_000_000, help="read no more of it")
     add("--output", type=Path, help="the run's folder; a run that is there goes on; a new one in runs/ if not given")
-    add("--save-every", type=int, default=50, help="steps")
-    add("--keep-last", type=int, default=2, help="checkpoints of the run")
+    add("--save-every", type=number(1), default=50, help="steps")
+    add("--keep-last", type=number(1), default=2, help="checkpoints of the run")
     add("--state-dict-type", choices=["full", "sharded"], default="full", help="of the last checkpoint")
-    add("--width", type=int, default=128, help="of the model")
-    add("--depth", type=int, default=4, help="blocks")
-    add("--heads", type=int, default=4, help="of attention")
-    add("--context", type=int, default=64, help="bytes that the model sees")
-    add("--steps", type=int, default=150, help="in all, those before a stop included")
-    add("--batch", type=int, default=32, help="windows of text a step, over all ranks")
-    add("--micro-batches", type=int, default=2, help="backward passes a step")
+    add("--width", type=number(1), default=128, help="of the model")
+    add("--depth", type=number(0), default=4, help="blocks")
+    add("--heads", type=number(1), default=4, help="of attention")
+    add("--context", type=number(1), default=64, help="bytes that the model sees")
+    add("--steps", type=number(0), default=150, help="in all, those before a stop included")
+    add("--batch", type=number(1), default=32, help="windows of text a step, over all ranks")
+    add("--micro-batches", type=number(1), default=2, help="backward passes a step")
     add("--learning-rate", type=float, default=3e-3, help="at its peak")
     add("--clip", type=float, default=1.0, help="the largest norm of the gradients")
     add("--seed", type=int, default=0, help="of the weights, the data's order and the sample")
-    add("--report-every", type=int, default=25, help="steps, where no terminal shows a bar")
+    add("--report-every", type=number(1), default=25, help="steps, where no terminal shows a bar")
     add("--prompt", type=str.encode, default="def ", help="the beginning of the sample")
-    add("--sample", type=int, default=300, help="bytes to write in the end")
+    add("--sample", type=number(0), default=300, help="bytes to write in the end")
     args = parser.parse_intermixed_args(arguments)
     args.overrides += [f"parallel_strategy={args.strategy}"] if args.strategy else []
     if not args.data.exists():
         parser.error(f"--data {args.data}: no such file or folder")
+    if args.width % args.heads:
+        parser.error(f"--heads {args.heads} does not divide --width {args.width}")
+    if not args.prompt:
+        parser.error("--prompt: expected some text to begin with, found none")
     return args
 
 
@@ -189,4 +212,6 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit(130)
     except ParallelCoreError as error:
-        sys.exit(str(error))
+        # In one piece: each rank says it, as one may be alone with what it has found.
+        sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: {error}\n")
+        sys.exit(1)

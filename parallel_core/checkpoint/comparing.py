@@ -38,10 +38,13 @@ class TensorDifference:
     distance: Distance | None = None
 
     @property
-    def order(self) -> tuple[bool, float]:
-        """What to sort by, so that the largest difference comes first: a tensor that lacks is the largest of all."""
+    def order(self) -> tuple[bool, bool, float]:
+        """What to sort by: the model before the rest, whose step counts would hide it, then the largest difference.
+
+        A tensor that lacks is the largest of all.
+        """
         largest = math.nan if self.distance is None else self.distance.largest
-        return self.distance is not None, -math.inf if math.isnan(largest) else -largest
+        return self.part != "model", self.distance is not None, -math.inf if math.isnan(largest) else -largest
 
 
 @dataclass(frozen=True)

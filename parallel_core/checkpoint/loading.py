@@ -116,9 +116,9 @@ def load_checkpoint(
             check_hashes(saved, saved.manifest.files[ranks.rank() :: ranks.world_size()])
     with SavedReader(saved) as reader:
         with ranks.agreement(CheckpointError):
-            found = match(layout, saved.manifest, reader, strict=strict, cast=cast)
+            found = match(layout, saved, reader, strict=strict, cast=cast)
             if optimizer is not None:
-                check_optimizer(layout, required_groups(optimizer, bare_parameters(model)), saved.manifest.optimizer)
+                check_optimizer(layout, required_groups(optimizer, bare_parameters(model)), saved)
             generators = _random_state(saved) if random_state else None
             extra = decode(saved.manifest.extra)
             tensors = saved.manifest.model.tensors

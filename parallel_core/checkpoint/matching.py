@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from parallel_core.checkpoint.manifest import Manifest, SavedTensor, Section
+from parallel_core.checkpoint.manifest import SavedTensor
+from parallel_core.checkpoint.opening import Saved
 from parallel_core.checkpoint.optimizer_values import OptimizerValues
 from parallel_core.checkpoint.reading import SavedReader
 from parallel_core.checkpoint.safetensors_format import TensorInfo
@@ -44,19 +45,19 @@ class Match(NamedTuple):
         return dtype_named(wanted if info.dtype == saved and info.shape else info.dtype)
 
 
-def match(layout: Layout, manifest: Manifest, reader: SavedReader, *, strict: bool, cast: bool) -> Match:
+def match(layout: Layout, saved: Saved, reader: SavedReader, *, strict: bool, cast: bool) -> Match:
     """Compare a checkpoint with the model's layout. No collective: every rank finds the same.
 
     Raises:
         CheckpointError: they don't fit.
     """
-    saved = manifest.model.tensors
-    saved_as = {name: name for name in saved}
-    for group in manifest.tied:
-        saved_as |= {name: group[0] for name in group[1:] if name not in saved and group[0] in saved}
+    tensors = saved.manifest.model.tensors
+    saved_as = {name: name for name in tensors}
+    for group in saved.manifest.tied:
+        saved_as |= {name: group[0] for name in group[1:] if name not in tensors and group[0] in tensors}
     first_of = {name: group[0] for group in layout.tied for name in group}
     groups = {group[0]: group for group in layout.tied}
-    extra = manifest.model.values or {}
+    extra = saved.manifest.model.values or {}
     of_extra = set(tensor_names_of_each(extra))
     sources: dict[str, str] = {}
     converted: dict[str, tuple[str, str]] = {}
@@ -75,27 +76,28 @@ def match(layout: Layout, manifest: Manifest, reader: SavedReader, *, strict: bo
             continue
         sources[name] = found[0]
         info = TensorInfo(dtype_name(spec.dtype), spec.shape)
-        if saved[found[0]].dtype != info.dtype:
-            converted[name] = saved[found[0]].dtype, info.dtype
-        problems += _problems(name, info, saved, found, reader, cast=cast)
+        if tensors[found[0]].dtype != info.dtype:
+            converted[name] = tensors[found[0]].dtype, info.dtype
+        problems += _problems(name, info, tensors, found, reader, cast=cast)
     unexpected = [name for name in (*saved_as, *extra) if name not in layout.entries and name not in of_extra]
     missing = [name for name in layout.entries if name in set(missing)]
     if strict:
         lists = {"missing keys": missing, "unexpected keys": unexpected}
         problems = [named(what, keys) for what, keys in lists.items() if keys] + problems
     if problems:
-        raise CheckpointError(_text("the checkpoint does not fit the model", problems))
+        raise CheckpointError(_text(f"the checkpoint {saved.place} does not fit the model", problems))
     return Match(sources, missing, unexpected, converted)
 
 
-def check_optimizer(layout: Layout, groups: Groups, section: Section | None) -> None:
+def check_optimizer(layout: Layout, groups: Groups, saved: Saved) -> None:
     """Make sure that the saved state of an optimizer fits one with these groups.
 
     Raises:
         CheckpointError: it doesn't, or none was saved.
     """
+    section = saved.manifest.optimizer
     if section is None:
-        raise CheckpointError("the checkpoint has no state of an optimizer; load the model alone")
+        raise CheckpointError(f"the checkpoint {saved.place} has no state of an optimizer; load the model alone")
 
     def outline(name: str) -> torch.Tensor:
         info = section.tensors[name]
@@ -106,7 +108,7 @@ def check_optimizer(layout: Layout, groups: Groups, section: Section | None) -> 
     if lacking := [name for name in decoded["state"] if name in layout.parameters and name not in layout.entries]:
         problems.append(named("state of parameters that the state dict of the model leaves out", lacking))
     if problems:
-        raise CheckpointError(_text("the checkpoint does not fit the optimizer", problems))
+        raise CheckpointError(_text(f"the checkpoint {saved.place} does not fit the optimizer", problems))
 
 
 def _problems(

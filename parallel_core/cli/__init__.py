@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+import parallel_core
 from parallel_core.cli import checkpoint
 from parallel_core.cli.printing import print_table, printed
 from parallel_core.config import trace_config
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
     0; 1 where a checkpoint is damaged, or two of them differ; 2 where what it is given is not valid, or what it prints
-    can't be written; 130 where it was interrupted.
+    can't be written; 130 where it was interrupted. A reader of its output that has ended ends it with 141.
     """
     parser = _parser()
     # argparse gives up on settings that stand after an option that stands after the file.
@@ -101,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="parallel-core", description="Look at strategies, configurations and checkpoints; begin a strategy."
     )
+    parser.add_argument("--version", action="version", version=f"parallel-core {parallel_core.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("strategies", help="list the installed strategies, and what is wrong with any of them")
     config = commands.add_parser("config", help="check a configuration, and say where each value came from")

@@ -15,7 +15,13 @@ from rich.text import Text
 
 from parallel_core.errors import ParallelCoreError
 
+_ENDED_BY_SIGPIPE = 128 + 13  # as a shell has it
 _WIDEST = 10_000  # columns of a table that goes to a file or another command
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # what rich is handling; by itself it would exit with 1, which has a meaning here
 
 
 def print_table(header: Iterable[str], rows: Iterable[Iterable[str]], *, title: str = "") -> None:
@@ -28,9 +34,9 @@ def print_table(header: Iterable[str], rows: Iterable[Iterable[str]], *, title: 
         table.add_row(*map(Text, row))  # as Text: what stands in [brackets] would be read as a style
     for column in table.columns:
         column.overflow = "fold"
-    console = Console()
+    console = _Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=_WIDEST)  # a name that is cut in two can't be searched for
+        console = _Console(width=_WIDEST)  # a name that is cut in two can't be searched for
     if title:
         console.print(Text(f"\n{title}", style="bold"))
     console.print(table)
@@ -41,7 +47,8 @@ def printed() -> Iterator[None]:
     """Run a block that prints, in whatever letters stdout has, to the end of it.
 
     Raises:
-        ParallelCoreError: stdout takes no more: a full disk, or a command behind a pipe that has ended.
+        ParallelCoreError: stdout takes no more, as on a full disk.
+        SystemExit: the command behind a pipe has ended, and has read all that it wanted (`| head`).
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -53,6 +60,8 @@ def printed() -> Iterator[None]:
         if error.filename is not None:  # another file than stdout
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(_ENDED_BY_SIGPIPE) from None
         raise ParallelCoreError(f"the output can't be written: {error.strerror}") from error
 
 

@@ -13,7 +13,13 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]  # it has no annotations
+try:
+    import cloudpickle  # type: ignore[import-untyped]  # it has no annotations
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "parallel_core.testing needs cloudpickle, which is not installed: pip install 'parallel-core[testing]'",
+        name=error.name,
+    ) from error
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # its base is untyped

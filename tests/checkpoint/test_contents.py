@@ -314,6 +314,8 @@ def test_weights_from_elsewhere_that_don_t_fit_are_told(tmp_path: Path) -> None:
     before, found = run.full(), {name: value.clone() for name, value in run.full().items()}
     tied = next(name for name in found if name != "head.weight" and torch.equal(found[name], found["head.weight"]))
 
+    misfit = f"the checkpoint {tmp_path / 'a.safetensors'} does not fit the model"
+
     def message(tensors: dict[str, torch.Tensor], **options: Any) -> str:
         save_file(tensors, tmp_path / "a.safetensors")
         with pytest.raises(CheckpointError) as caught:
@@ -321,21 +323,20 @@ def test_weights_from_elsewhere_that_don_t_fit_are_told(tmp_path: Path) -> None:
         assert differences(run.full(), before) == []
         return str(caught.value)
 
-    assert message({**found, "ghost": torch.ones(1)}) == (
-        "the checkpoint does not fit the model: unexpected keys: 'ghost'"
-    )
+    assert message({**found, "ghost": torch.ones(1)}) == (f"{misfit}: unexpected keys: 'ghost'")
     assert message({**found, "head.weight": found["head.weight"] + 1}) == (
-        f"the checkpoint does not fit the model: {tied!r} and 'head.weight' are one parameter of the model and have "
+        f"{misfit}: {tied!r} and 'head.weight' are one parameter of the model and have "
         f"different values in the checkpoint"
     )
     name, value = next((name, value) for name, value in found.items() if name not in (tied, "head.weight"))
     assert message({**found, name: value[:1]}).startswith(
-        f"the checkpoint does not fit the model: {name!r}: wrong shape: the model has float32{list(value.shape)}, the"
+        f"{misfit}: {name!r}: wrong shape: the model has float32{list(value.shape)}, the"
     )
     without = {key: each for key, each in found.items() if key != name}
-    assert message(without) == f"the checkpoint does not fit the model: missing keys: {name!r}"
+    assert message(without) == f"{misfit}: missing keys: {name!r}"
     assert (
-        message(found, optimizer=run.optimizer) == "the checkpoint has no state of an optimizer; load the model alone"
+        message(found, optimizer=run.optimizer)
+        == f"the checkpoint {tmp_path / 'a.safetensors'} has no state of an optimizer; load the model alone"
     )
     save_file({**without, "ghost": torch.ones(1)}, tmp_path / "a.safetensors")
     loaded = parallel_core.load_checkpoint(tmp_path / "a.safetensors", run.model, strict=False)

@@ -247,6 +247,12 @@ def test_output_that_stdout_has_no_letters_or_no_room_for(tmp_path: Path) -> Non
     assert (done.returncode, done.stderr) == (2, "error: the output can't be written: No space left on device\n")
 
 
+def test_a_reader_that_has_ended_ends_the_command_in_silence(good: Path) -> None:
+    command = f"({sys.executable} -m parallel_core.cli checkpoint inspect {good}; echo $? >&2) | (exec <&-; sleep 0)"
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True)
+    assert done.stderr == "141\n"
+
+
 def test_a_command_without_an_output_runs(good: Path) -> None:
     command = f"{sys.executable} -m parallel_core.cli checkpoint diff {good} {good} >&-"
     done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True)

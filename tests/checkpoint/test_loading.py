@@ -269,8 +269,8 @@ def test_cast_is_between_dtypes_of_one_kind(tmp_path: Path, saved: str, wanted: 
     other.register_buffer("a", torch.zeros(2, dtype=getattr(torch, wanted)))
     save_checkpoint(tmp_path / "a", model)
     assert message_of(lambda: load_checkpoint(tmp_path / "a", other, cast=True)) == (
-        f"CheckpointError: the checkpoint does not fit the model: 'a': wrong dtype: the model has {wanted}[2], the "
-        f"checkpoint {saved}[2]"
+        f"CheckpointError: the checkpoint {tmp_path / 'a'} does not fit the model: 'a': wrong dtype: the model has "
+        f"{wanted}[2], the checkpoint {saved}[2]"
     )
     assert not other.get_buffer("a").any()
 
@@ -373,7 +373,7 @@ def test_state_and_options_that_no_such_optimizer_has_are_refused(tmp_path: Path
     optimizer.param_groups[0]["eps"] = "small"
     save_checkpoint(tmp_path / "a", model, optimizer)
     assert message_of(lambda: load_checkpoint(tmp_path / "a", *trained(2))) == (
-        "CheckpointError: the checkpoint does not fit the optimizer:\n"
+        f"CheckpointError: the checkpoint {tmp_path / 'a'} does not fit the optimizer:\n"
         "  - group 0, 'eps': expected a number, found 'small'\n"
         "  - 'weight', 'exp_avg': wrong shape: the model's parameter is float32[2, 2], the state float32[3, 3]"
     )
