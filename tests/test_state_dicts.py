@@ -343,7 +343,7 @@ def test_cast_does_not_excuse_a_shape() -> None:
     ("value", "text"),
     [
         ("ful", "state_dict_type: expected 'full' or 'sharded', found 'ful'; did you mean 'full'?"),
-        ("FULL", "state_dict_type: expected 'full' or 'sharded', found 'FULL'"),
+        ("FULL", "state_dict_type: expected 'full' or 'sharded', found 'FULL'; did you mean 'full'?"),
         (None, "state_dict_type: expected 'full' or 'sharded', found None"),
         (1, "state_dict_type: expected 'full' or 'sharded', found 1"),
         (["full"], "state_dict_type: expected 'full' or 'sharded', found ['full']; did you mean 'full'?"),
