@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from parallel_core import ranks
 from parallel_core.hookspecs import StateDictType
+from parallel_core.optimizer_probe import kept_keys
+from parallel_core.optimizer_state import required_groups
 from parallel_core.outlines import on_meta, outlined, sent, unsendable
 from parallel_core.record import Layout
 from parallel_core.state_dicts import (
@@ -25,14 +27,25 @@ from parallel_core.tensors import is_dtensor
 Groups = Sequence[Mapping[str, Any]]
 
 
-def check_optimizer_state_dict(
-    layout: Layout, groups: Groups, state_dict: Any, state_dict_type: StateDictType
-) -> dict[str, Any]:
+class Wanted(NamedTuple):
+    """What a state dict is to be loaded into.
+
+    Attributes:
+        layout: the model's.
+        optimizer: the optimizer, on this rank.
+        parameters: those of the model by name, as this rank has them.
+    """
+
+    layout: Layout
+    optimizer: torch.optim.Optimizer
+    parameters: Mapping[str, torch.Tensor]
+
+
+def check_optimizer_state_dict(wanted: Wanted, state_dict: Any, state_dict_type: StateDictType) -> dict[str, Any]:
     """Agree on whether an optimizer's state dict fits; a collective.
 
     Args:
-        layout: the model's.
-        groups: the optimizer's own groups, by parameter name, on this rank.
+        wanted: what it is to fit.
         state_dict: the dict to load, as `optimizer_state_dict` returns it.
         state_dict_type: under `full` rank 0's dict counts.
 
@@ -42,17 +55,17 @@ def check_optimizer_state_dict(
     Raises:
         StateDictError: it does not fit; the same error on every rank.
     """
-    verdict = verdict_of(state_dict_type, lambda: _judge(layout, groups, state_dict, state_dict_type))
+    verdict = verdict_of(state_dict_type, lambda: _judge(wanted, state_dict, state_dict_type))
     agree_on(verdict, strict=True, of_what="optimizer")
     if state_dict_type is StateDictType.FULL and ranks.world_size() > 1:
-        outline = sent(_mapped(layout, state_dict, outlined) if ranks.rank() == 0 else None)
+        outline = sent(_mapped(wanted.layout, state_dict, outlined) if ranks.rank() == 0 else None)
         if ranks.rank():
-            return _mapped(layout, outline, on_meta)
-    return _mapped(layout, state_dict, lambda value: value)
+            return _mapped(wanted.layout, outline, on_meta)
+    return _mapped(wanted.layout, state_dict, lambda value: value)
 
 
-def _judge(layout: Layout, groups: Groups, state_dict: Any, state_dict_type: StateDictType) -> Verdict:
-    found = list(optimizer_problems(layout, groups, state_dict))
+def _judge(wanted: Wanted, state_dict: Any, state_dict_type: StateDictType) -> Verdict:
+    found = list(optimizer_problems(wanted, state_dict))
     state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
     if isinstance(state, Mapping) and all(isinstance(values, Mapping) for values in state.values()):
         found += _value_problems(state, state_dict_type)
@@ -66,8 +79,8 @@ def _judge(layout: Layout, groups: Groups, state_dict: Any, state_dict_type: Sta
     return Verdict([], [], [], entries_number(sorted(entries), state_dict_type))
 
 
-def optimizer_problems(layout: Layout, groups: Groups, state_dict: Any) -> Iterator[str]:
-    """Yield what keeps a state dict from being that of an optimizer with these groups, a line each.
+def optimizer_problems(wanted: Wanted, state_dict: Any) -> Iterator[str]:
+    """Yield what keeps a state dict from being that of such an optimizer, a line each.
 
     Of the tensors in it the shapes alone are looked at.
     """
@@ -85,10 +98,14 @@ def optimizer_problems(layout: Layout, groups: Groups, state_dict: Any) -> Itera
     if any(isinstance(name, int) for group in saved for name in group["params"]):
         yield "parameters stand by their positions, as torch itself saves them; optimizer_state_dict saves their names"
         return
+    layout, groups = wanted.layout, required_groups(wanted.optimizer, wanted.parameters)
     unknown = [str(name) for name in state if name not in layout.parameters]
     if unknown:
         yield named("state of parameters that the model lacks", unknown)
-    yield from _group_problems(groups, saved)
+    group_problems = list(_group_problems(groups, saved))
+    yield from group_problems
+    if not group_problems:
+        yield from _key_problems(wanted, saved, state)
     yield from _shape_problems(layout, state)
 
 
@@ -111,6 +128,27 @@ def _group_problems(own: Groups, saved: Groups) -> Iterator[str]:
                 yield f"group {index}, {key!r}: expected a number, found {other[key]!r:.80}"
             elif key != "params" and _are_numbers(group[key]) and not _are_numbers(other[key], len(group[key])):
                 yield f"group {index}, {key!r}: expected {len(group[key])} numbers, found {other[key]!r:.80}"
+
+
+def _key_problems(wanted: Wanted, saved: Groups, state: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what the next step would miss."""
+    lacking: dict[frozenset[str], list[str]] = {}
+    kept: dict[tuple[int, int], frozenset[str]] = {}
+    for index, (own, other) in enumerate(zip(wanted.optimizer.param_groups, saved, strict=True)):
+        for name in other["params"]:
+            dimensions = wanted.parameters[name].dim()
+            if not state.get(name):  # it has not been stepped with
+                continue
+            if (index, dimensions) not in kept:
+                kept[index, dimensions] = kept_keys(wanted.optimizer, {**own, **other}, dimensions)
+            if missing := kept[index, dimensions].difference(state[name]):
+                lacking.setdefault(missing, []).append(name)
+    for keys, names in lacking.items():
+        yield named(
+            f"state without {', '.join(map(repr, sorted(keys)))}, which {type(wanted.optimizer).__name__} keeps; it is "
+            f"another optimizer's, or from a strategy that shows parameters in other shapes",
+            names,
+        )
 
 
 def _is_number(value: Any) -> bool:

@@ -17,8 +17,8 @@ from parallel_core.answering import settled
 from parallel_core.errors import StateDictError, StrategyError
 from parallel_core.filling import check_can_be_filled, check_can_be_read
 from parallel_core.hookspecs import StateDictType
-from parallel_core.optimizer_state import named_groups, optimizer_told, required_groups, sharded_entries
-from parallel_core.optimizer_state_dicts import check_optimizer_state_dict
+from parallel_core.optimizer_state import named_groups, optimizer_told, sharded_entries
+from parallel_core.optimizer_state_dicts import Wanted, check_optimizer_state_dict
 from parallel_core.outlines import entries_to_load
 from parallel_core.record import bare_parameters, layout_of
 from parallel_core.state_dicts import (
@@ -154,8 +154,8 @@ def load_optimizer_state_dict(
     with ranks.comparison(StateDictError) as call:
         kind = parse_state_dict_type(state_dict_type)
         _, strategy, model = settled(model)
-        layout = layout_of(model)
-        groups = required_groups(optimizer, bare_parameters(model))
+        layout, parameters = layout_of(model), bare_parameters(model)
+        named_groups(optimizer, parameters)  # raises what speaks against it
         told = {
             "state_dict_type": kind.value,
             "the strategy": str(strategy),
@@ -163,5 +163,5 @@ def load_optimizer_state_dict(
         }
         call.mine = Call(told, layout)
     check_calls_alike(call.by_rank)
-    checked = check_optimizer_state_dict(layout, groups, state_dict, kind)
+    checked = check_optimizer_state_dict(Wanted(layout, optimizer, parameters), state_dict, kind)
     strategy.load_optimizer_state_dict(model, optimizer, checked, kind)

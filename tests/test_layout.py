@@ -27,7 +27,7 @@ ORDER = [
     ["agreeing"],
     ["names", "ranks"],
     ["tensors"],
-    ["optimizer_state", "tensor_checks", "unchanged", "units"],
+    ["optimizer_probe", "optimizer_state", "tensor_checks", "unchanged", "units"],
     ["record"],
     ["parameter_checks", "recomputation"],
     ["sharding"],

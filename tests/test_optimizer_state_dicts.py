@@ -88,6 +88,8 @@ def without_group(state: dict[str, Any]) -> None:
     state["param_groups"].append(dict(state["param_groups"][0], params=[]))
 
 
+ANOTHER = "it is another optimizer's, or from a strategy that shows parameters in other shapes"
+
 MISFITS: dict[str, tuple[Callable[[], Any], str]] = {
     "none": (lambda: None, "expected a dict with 'state' and 'param_groups', found NoneType"),
     "a list": (lambda: [1], "expected a dict with 'state' and 'param_groups', found list"),
@@ -134,6 +136,22 @@ MISFITS: dict[str, tuple[Callable[[], Any], str]] = {
     "a parameter too many": (
         lambda: saved(put("param_groups", 0, "params", ["0.weight", "0.bias", "1.weight", "1.bias", "x"])),
         "group 0 of the state dict has parameters that the optimizer's lacks: 'x'",
+    ),
+    "numbers of another kind": (
+        lambda: saved(put("param_groups", 0, "betas", "ab")),
+        "group 0, 'betas': expected 2 numbers, found 'ab'",
+    ),
+    "a number too few": (
+        lambda: saved(put("param_groups", 0, "betas", (0.9,))),
+        "group 0, 'betas': expected 2 numbers, found (0.9,)",
+    ),
+    "state that the next step would miss": (
+        lambda: saved(lambda state: state["state"]["1.bias"].pop("exp_avg")),
+        f"state without 'exp_avg', which AdamW keeps; {ANOTHER}: '1.bias'",
+    ),
+    "state that an option of the dict asks for": (
+        lambda: saved(put("param_groups", 0, "amsgrad", True)),
+        f"state without 'max_exp_avg_sq', which AdamW keeps; {ANOTHER}: '0.weight', '0.bias', '1.weight', '1.bias'",
     ),
     "another optimizer's options": (
         lambda: saved(lambda state: state["param_groups"][0].pop("betas")),
@@ -190,6 +208,12 @@ def test_a_wrong_state_dict_type_is_refused(value: Any) -> None:
 
 def restored(optimizer: torch.optim.Optimizer) -> bool:
     return same(values(optimizer), values(trained(1)[1]))
+
+
+def test_state_of_a_parameter_that_has_not_been_stepped_with_may_be_empty() -> None:
+    model, optimizer = trained(2)
+    load_optimizer_state_dict(model, optimizer, saved(put("state", "1.bias", {})))
+    assert not optimizer.state[model.get_parameter("1.bias")]
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
@@ -303,11 +327,11 @@ def drop_bias(state: dict[str, Any]) -> None:
     del state["state"]["1.bias"]
 
 
-def drop_key(state: dict[str, Any]) -> None:
-    del state["state"]["1.bias"]["exp_avg"]
+def add_key(state: dict[str, Any]) -> None:
+    state["state"]["1.bias"]["also"] = torch.ones(2)
 
 
-@pytest.mark.parametrize("change", [drop_bias, drop_key, lambda state: state.update(sharded(state))])
+@pytest.mark.parametrize("change", [drop_bias, add_key, lambda state: state.update(sharded(state))])
 def test_sharded_dicts_that_hold_different_entries_are_refused(ranks: Ranks, change: Callable[[Any], Any]) -> None:
     """A DTensor is put together by all ranks; one that lacks the entry would not come."""
 

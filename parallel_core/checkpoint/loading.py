@@ -29,7 +29,7 @@ from parallel_core.checkpoint.tree import decode, decode_each
 from parallel_core.checkpoint.untrusted import parsed, read_file
 from parallel_core.errors import CheckpointError
 from parallel_core.filling import check_can_be_filled
-from parallel_core.optimizer_state import required_groups
+from parallel_core.optimizer_state_dicts import Wanted
 from parallel_core.record import Layout, bare_parameters, layout_of
 
 
@@ -118,7 +118,7 @@ def load_checkpoint(
         with ranks.agreement(CheckpointError):
             found = match(layout, saved, reader, strict=strict, cast=cast)
             if optimizer is not None:
-                check_optimizer(layout, required_groups(optimizer, bare_parameters(model)), saved)
+                check_optimizer(Wanted(layout, optimizer, bare_parameters(model)), saved)
             generators = _random_state(saved) if random_state else None
             extra = decode(saved.manifest.extra)
             tensors = saved.manifest.model.tensors

@@ -16,7 +16,7 @@ from parallel_core.checkpoint.tensor_bytes import dtype_named
 from parallel_core.checkpoint.tree import tensor_names_of_each
 from parallel_core.dtypes import dtype_name
 from parallel_core.errors import CheckpointError
-from parallel_core.optimizer_state_dicts import Groups, optimizer_problems
+from parallel_core.optimizer_state_dicts import Wanted, optimizer_problems
 from parallel_core.record import Layout
 from parallel_core.state_dicts import SHOWN, converts, named
 
@@ -89,8 +89,8 @@ def match(layout: Layout, saved: Saved, reader: SavedReader, *, strict: bool, ca
     return Match(sources, missing, unexpected, converted)
 
 
-def check_optimizer(layout: Layout, groups: Groups, saved: Saved) -> None:
-    """Make sure that the saved state of an optimizer fits one with these groups.
+def check_optimizer(wanted: Wanted, saved: Saved) -> None:
+    """Make sure that the saved state of an optimizer fits this one.
 
     Raises:
         CheckpointError: it doesn't, or none was saved.
@@ -104,8 +104,10 @@ def check_optimizer(layout: Layout, groups: Groups, saved: Saved) -> None:
         return torch.empty(info.shape, dtype=dtype_named(info.dtype), device="meta")
 
     decoded = OptimizerValues.of(section.values).decoded(outline)
-    problems = list(optimizer_problems(layout, groups, decoded))
-    if lacking := [name for name in decoded["state"] if name in layout.parameters and name not in layout.entries]:
+    problems = list(optimizer_problems(wanted, decoded))
+    if lacking := [
+        name for name in decoded["state"] if name in wanted.layout.parameters and name not in wanted.layout.entries
+    ]:
         problems.append(named("state of parameters that the state dict of the model leaves out", lacking))
     if problems:
         raise CheckpointError(_text(f"the checkpoint {saved.place} does not fit the optimizer", problems))
