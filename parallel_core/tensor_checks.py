@@ -42,9 +42,10 @@ def tensor_problems(model: nn.Module) -> Iterator[str]:
     made = next((f"{kind} {name!r}" for kind, name, tensor in tensors if tensor.is_inference()), None)
     if made is not None:
         yield f"{made} was made under torch.inference_mode() and can't be written; build the model outside of it"
-    cut = next((f"{kind} {name!r}" for kind, name, tensor in tensors if is_dtensor(tensor)), None)
-    if cut is not None:
-        yield f"{cut} is a DTensor already, a part of another wrapped model; build a bare model with its own"
+    # The attribute is how FSDP1 knows what it holds a part of.
+    cut = (name for _, name, tensor in tensors if is_dtensor(tensor) or getattr(tensor, "_fsdp_flattened", False))
+    if (name := next(cut, None)) is not None:
+        yield f"{name!r} is in shards already, as a part of another wrapped model; build a bare model with its own"
     with_gradient = next((name for name, parameter in model.named_parameters() if parameter.grad is not None), None)
     if with_gradient is not None:
         yield (

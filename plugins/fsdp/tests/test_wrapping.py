@@ -323,6 +323,20 @@ def test_a_unit_that_a_module_keeps_elsewhere_too_is_refused(ranks: Ranks) -> No
     assert ranks(work) == [expected, expected]
 
 
+def test_a_parameter_of_another_wrapped_model_is_refused(ranks: Ranks) -> None:
+    def work() -> str:
+        shared = nn.Linear(4, 4)
+        wrapped(nn.Sequential(shared, nn.Linear(4, 1)))
+        other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        other[0].weight = shared.weight
+        with pytest.raises(WrapError) as caught:
+            wrapped(other)
+        return str(caught.value).removeprefix("strategy 'fsdp' can't wrap this model: ")
+
+    told = "'0.weight' is in shards already, as a part of another wrapped model; build a bare model with its own"
+    assert all(told in found for found in ranks(work))
+
+
 def test_the_cpu_may_be_named_with_an_index(ranks: Ranks) -> None:
     def work() -> bool:
         config = DistributedConfig(parallel_strategy="fsdp")

@@ -319,3 +319,17 @@ def test_frozen_parameters_may_have_another_dtype_than_those_that_train(ranks: R
 
     expected = {"frozen.weight": False, "frozen.bias": False, "down.weight": True, "up.weight": True}
     assert ranks(work) == [[expected]] * 2
+
+
+def test_a_parameter_of_another_wrapped_model_is_refused(ranks: Ranks) -> None:
+    def work() -> str:
+        shared = nn.Linear(4, 4)
+        wrapped(nn.Sequential(shared, nn.Linear(4, 1)))
+        other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        other[0].weight = shared.weight
+        with pytest.raises(WrapError) as caught:
+            wrapped(other)
+        return str(caught.value).removeprefix("strategy 'fsdp2' can't wrap this model: ")
+
+    told = "'0.weight' is in shards already, as a part of another wrapped model; build a bare model with its own"
+    assert all(found.startswith(told) for found in ranks(work))
