@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -68,14 +68,13 @@ def check_alike(by_rank: list[Told]) -> None:
         )
 
 
-def check_optimizers_alike(by_rank: list[str]) -> None:
+def check_optimizers_alike(by_rank: list[dict[str, str]]) -> None:
     """Refuse optimizers, told in words, that are not the same on all ranks.
 
     Raises:
         WrapError: they are not; the same error on every rank.
     """
-    told = [{"the optimizer": text} for text in by_rank]
-    raise_differences(told, _told_differences, "make the same optimizer on every rank")
+    raise_differences(by_rank, _told_differences, "make the same optimizer on every rank")
 
 
 class Call(NamedTuple):
@@ -107,7 +106,7 @@ def check_calls_alike(by_rank: list[Call]) -> None:
 
 
 def raise_differences(
-    found: list[T],
+    found: Sequence[T],
     differences: Callable[[T, T, int], Iterable[str]],
     advice: str,
     kind: type[ParallelCoreError] = WrapError,
@@ -137,6 +136,13 @@ def meta_differences(first: dict[str, str], other: dict[str, str], index: int) -
         on_first, on_other = first.get(name, "has values"), other.get(name, "has values")
         if on_first != on_other:
             yield f"{name!r} {on_first} on rank 0, {on_other} on rank {index}"
+
+
+def unit_differences(first: tuple[str, ...], other: tuple[str, ...], index: int) -> Iterator[str]:
+    for name in dict.fromkeys((*first, *other)):
+        if (name in first) != (name in other):
+            there, lacking = (0, index) if name in first else (index, 0)
+            yield f"{name!r} is a unit on rank {there}, and none on rank {lacking}"
 
 
 def layout_differences(first: Layout, other: Layout, index: int) -> Iterator[str]:

@@ -70,8 +70,8 @@ def check_no_copies(model: nn.Module) -> None:
 
 def _told(copies: list[str]) -> str:
     return (
-        f"{named('copies in the state dict, which can not be filled', copies)}; let the hook that replaces them leave "
-        f"the model's own tensors in the state dict, and change a copy of it"
+        f"{named('in the state dict, and no tensors of the model, so that nothing can be loaded into them', copies)}; "
+        f"let the hook that puts copies there leave the model's own, and return other values from get_extra_state"
     )
 
 

@@ -9,7 +9,9 @@ from torch import nn
 
 from parallel_core.errors import WrapError
 from parallel_core.names import bare_names
+from parallel_core.parameter_checks import kept_elsewhere, parameter_finder
 from parallel_core.state_dicts import named
+from parallel_core.tensor_checks import memory_problems
 
 
 def meta_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -29,7 +31,7 @@ def each_meta_tensor(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, to
 
 
 def check_start(model: nn.Module, loaded: Collection[str] | None) -> None:
-    """Refuse a model with tensors that nothing would give a value to.
+    """Refuse a model with tensors that nothing would give a value to, or that other ones could not take the place of.
 
     Args:
         model: the bare model; may have no tensor on the meta device at all.
@@ -38,6 +40,8 @@ def check_start(model: nn.Module, loaded: Collection[str] | None) -> None:
     Raises:
         WrapError: it names those tensors.
     """
+    if problems := list(_replacement_problems(model)):
+        raise WrapError("; ".join(problems))
     stranded = {
         name: type(module).__name__
         for module, _, name, _ in each_meta_tensor(model)
@@ -50,6 +54,21 @@ def check_start(model: nn.Module, loaded: Collection[str] | None) -> None:
             f"{named('on the meta device, and nothing gives them values', stranded)}; give {kinds} a method "
             f"reset_parameters, {advice}, or build the model on a device"
         )
+
+
+def _replacement_problems(model: nn.Module) -> Iterator[str]:
+    """Yield what would go on with a tensor of the meta device when the one with values has taken its place."""
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
+    for name, parameter in parameters.items():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            yield f"parameter {name!r} on the meta device has a hook for its gradient; register it after the wrap"
+    name_of = parameter_finder(parameters)
+    for holder, attribute, name in kept_elsewhere(model, name_of):
+        yield (
+            f"{holder or 'the model'!r} keeps parameter {name!r} in its attribute {attribute!r} too, and on the meta "
+            f"device; reach it through the module that owns it, or use nn.ParameterList"
+        )
+    yield from memory_problems(model, on_meta=True)
 
 
 def registered(module: nn.Module) -> tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]:

@@ -1,4 +1,4 @@
-"""Which keys an optimizer of torch's keeps of a parameter, found by a step on a tiny parameter of no model."""
+"""What an optimizer of torch's keeps of a parameter, found by a step on a tiny parameter of no model."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import torch
 
 
-def kept_keys(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dimensions: int) -> frozenset[str]:
-    """Return the keys that the state of a parameter must have for the next step; none where nothing can be said.
+class Kind(Enum):
+    """What stands under a key: a tensor of the parameter's own shape, one number, or anything else."""
+
+    LIKE_PARAMETER = "like the parameter"
+    NUMBER = "a number"
+    OTHER = "other"
+
+
+def kept_state(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dimensions: int) -> dict[str, Kind]:
+    """Return what the state of a parameter must have for the next step, by its keys; nothing where none can be said.
 
     Args:
         optimizer: any; nothing is said of one that is not torch's own, which may do more in a step than step. It is
@@ -21,7 +30,7 @@ def kept_keys(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dime
         dimensions: how many the parameter has: Adafactor keeps other state of a matrix than of a vector.
     """
     if getattr(torch.optim, type(optimizer).__name__, None) is not type(optimizer):
-        return frozenset()
+        return {}
     parameter = torch.zeros((2,) * dimensions, requires_grad=True)
     parameter.grad = torch.zeros_like(parameter)
     probe = copy.copy(optimizer)
@@ -31,5 +40,11 @@ def kept_keys(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dime
         with torch.no_grad():
             inspect.unwrap(type(optimizer).step)(probe)
     except Exception:  # it wants a closure, sparse gradients, or an accelerator
-        return frozenset()
-    return frozenset(probe.state.get(parameter, {}))
+        return {}
+    return {key: _kind(value, parameter) for key, value in probe.state.get(parameter, {}).items()}
+
+
+def _kind(value: Any, parameter: torch.Tensor) -> Kind:
+    if isinstance(value, torch.Tensor) and value.dim():
+        return Kind.LIKE_PARAMETER if value.shape == parameter.shape else Kind.OTHER
+    return Kind.NUMBER if isinstance(value, float | int | torch.Tensor) else Kind.OTHER

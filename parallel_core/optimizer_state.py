@@ -16,7 +16,7 @@ import torch
 from parallel_core.errors import StateDictError
 from parallel_core.tensors import is_dtensor
 
-__all__ = ["load_named_state", "named_groups", "optimizer_told", "required_groups", "sharded_entries"]
+__all__ = ["load_named_state", "named_groups", "optimizer_told", "options_told", "required_groups", "sharded_entries"]
 
 
 def named_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
@@ -48,10 +48,25 @@ def named_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torc
     ]
 
 
-def optimizer_told(optimizer: torch.optim.Optimizer) -> str:
-    """Return in words what must be alike on all ranks."""
-    counts = [len(group["params"]) for group in optimizer.param_groups]
-    return f"{type(optimizer).__name__} with groups of {counts} parameters"
+def optimizer_told(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return in words what must be alike on all ranks: the kind, and the place of each of the model's parameters."""
+    names = {parameter: name for name, parameter in parameters.items()}
+    told = {"the optimizer": type(optimizer).__name__}
+    told |= {f"the place of {name!r} in the optimizer": "none" for name in parameters}
+    for index, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            told[f"the place of {names[parameter]!r} in the optimizer"] = f"{place} of group {index}"
+    return told
+
+
+def options_told(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return in words the options of an optimizer's groups that are plain values."""
+    return {
+        f"{key!r} of the optimizer's group {index}": repr(group[key])
+        for index, group in enumerate(optimizer.param_groups)
+        for key in optimizer.defaults
+        if key in group and isinstance(group[key], int | float | str | tuple | None)
+    }
 
 
 def sharded_entries(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,10 +11,10 @@ import torch
 
 from parallel_core import ranks
 from parallel_core.hookspecs import StateDictType
-from parallel_core.optimizer_probe import kept_keys
+from parallel_core.optimizer_probe import Kind, kept_state
 from parallel_core.optimizer_state import required_groups
 from parallel_core.outlines import on_meta, outlined, sent, unsendable
-from parallel_core.record import Layout
+from parallel_core.record import Layout, TensorSpec
 from parallel_core.state_dicts import (
     Verdict,
     agree_on,
@@ -105,8 +106,11 @@ def optimizer_problems(wanted: Wanted, state_dict: Any) -> Iterator[str]:
     group_problems = list(_group_problems(groups, saved))
     yield from group_problems
     if not group_problems:
-        yield from _key_problems(wanted, saved, state)
-    yield from _shape_problems(layout, state)
+        yield from _missed(wanted, saved, state)
+    told = dict(_shape_problems(layout, state))
+    if not group_problems:
+        told |= {where: text for where, text in _kind_problems(wanted, saved, state) if where not in told}
+    yield from (f"{where}: {text}" for where, text in told.items())
 
 
 def _group_problems(own: Groups, saved: Groups) -> Iterator[str]:
@@ -130,19 +134,12 @@ def _group_problems(own: Groups, saved: Groups) -> Iterator[str]:
                 yield f"group {index}, {key!r}: expected {len(group[key])} numbers, found {other[key]!r:.80}"
 
 
-def _key_problems(wanted: Wanted, saved: Groups, state: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield what the next step would miss."""
+def _missed(wanted: Wanted, saved: Groups, state: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what the next step would look for and not find."""
     lacking: dict[frozenset[str], list[str]] = {}
-    kept: dict[tuple[int, int], frozenset[str]] = {}
-    for index, (own, other) in enumerate(zip(wanted.optimizer.param_groups, saved, strict=True)):
-        for name in other["params"]:
-            dimensions = wanted.parameters[name].dim()
-            if not state.get(name):  # it has not been stepped with
-                continue
-            if (index, dimensions) not in kept:
-                kept[index, dimensions] = kept_keys(wanted.optimizer, {**own, **other}, dimensions)
-            if missing := kept[index, dimensions].difference(state[name]):
-                lacking.setdefault(missing, []).append(name)
+    for name, kinds in _kept(wanted, saved, state):
+        if missing := frozenset(kinds).difference(state[name]):
+            lacking.setdefault(missing, []).append(name)
     for keys, names in lacking.items():
         yield named(
             f"state without {', '.join(map(repr, sorted(keys)))}, which {type(wanted.optimizer).__name__} keeps; it is "
@@ -151,8 +148,47 @@ def _key_problems(wanted: Wanted, saved: Groups, state: Mapping[str, Mapping[str
         )
 
 
+def _kind_problems(wanted: Wanted, saved: Groups, state: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield what the next step could not compute with: where it stands, and what is wrong."""
+    for name, kinds in _kept(wanted, saved, state):
+        for key, kind in kinds.items():
+            value = state[name].get(key)
+            if key in state[name] and (expected := _expected(kind, value, wanted.layout.entries.get(name), key)):
+                found = describe(value) if isinstance(value, torch.Tensor) else f"{value!r:.80}"
+                yield f"{name!r}, {key!r}", f"expected {expected}, found {found}"
+
+
+def _kept(
+    wanted: Wanted, saved: Groups, state: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, dict[str, Kind]]]:
+    """Yield the parameters that have been stepped with, and what the optimizer keeps of each with saved options."""
+    kept: dict[tuple[int, int], dict[str, Kind]] = {}
+    for index, (own, other) in enumerate(zip(wanted.optimizer.param_groups, saved, strict=True)):
+        for name in other["params"]:
+            if state.get(name):
+                which = index, wanted.parameters[name].dim()
+                if which not in kept:
+                    kept[which] = kept_state(wanted.optimizer, {**own, **other}, which[1])
+                yield name, kept[which]
+
+
+def _expected(kind: Kind, value: Any, spec: TensorSpec | None, key: str) -> str:
+    """Return what should stand in the place of a value of the state, or nothing if it may stand there."""
+    if kind is Kind.NUMBER:
+        return "" if _is_number(value) else "a number"
+    if kind is not Kind.LIKE_PARAMETER or spec is None or (value is None and key == "momentum_buffer"):
+        return ""  # None stands for the first step with momentum
+    fits = isinstance(value, torch.Tensor) and tuple(value.shape) == spec.shape
+    if fits and value.is_floating_point() == spec.dtype.is_floating_point:
+        return ""
+    return f"a tensor like the parameter, {spec}"
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Number | torch.Tensor) and not isinstance(value, bool)
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    is_number = isinstance(value, numbers.Number) and not isinstance(value, bool)
+    return is_number and not (isinstance(value, float) and math.isnan(value))
 
 
 def _are_numbers(value: Any, count: int | None = None) -> bool:
@@ -160,7 +196,7 @@ def _are_numbers(value: Any, count: int | None = None) -> bool:
     return is_sequence and all(map(_is_number, value))
 
 
-def _shape_problems(layout: Layout, state: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _shape_problems(layout: Layout, state: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     # L-BFGS keeps all that it has, about all parameters laid end to end, under the first of them.
     is_per_parameter = len(state) > 1 or len(layout.parameters) == 1
     for name, values in state.items():
@@ -169,7 +205,8 @@ def _shape_problems(layout: Layout, state: Mapping[str, Mapping[str, Any]]) -> I
             continue  # told of already, or a state dict's hook leaves it out
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and is_per_parameter and not _fits(tuple(value.shape), spec.shape):
-                yield (f"{name!r}, {key!r}: wrong shape: the model's parameter is {spec}, the state {describe(value)}")
+                where = f"{name!r}, {key!r}"
+                yield where, f"wrong shape: the model's parameter is {spec}, the state {describe(value)}"
 
 
 def _value_problems(state: Mapping[str, Mapping[str, Any]], state_dict_type: StateDictType) -> Iterator[str]:

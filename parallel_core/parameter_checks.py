@@ -5,20 +5,27 @@ Part of what `sharding_checks` finds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set, ValuesView
-from typing import Any
+import gc
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from types import CodeType, FunctionType, ModuleType
 
 import torch
 from torch import nn
 
 from parallel_core.dtypes import dtype_name
-from parallel_core.names import bare_names
+from parallel_core.names import bare_names, uncompiled
 from parallel_core.record import bare_state
-from parallel_core.tensor_checks import memory_problems
+from parallel_core.tensor_checks import memory_problems, overlap
+from parallel_core.tensors import storage
 
-__all__ = ["kept_elsewhere", "parameter_problems"]
+__all__ = ["kept_elsewhere", "parameter_finder", "parameter_problems"]
 
-_ATOMS = frozenset([int, float, str, bytes, bool, type(None)])  # of which there may be many in a list
+_KNOWN = frozenset([*vars(nn.Module()), "_compiled_call_impl"])  # torch.compile keeps what it has compiled for
+_ATOMS = frozenset([int, float, complex, str, bytes, bool, type(None)])  # of which there may be many in a list
+_ENDS = (torch.Tensor, nn.Module, torch.optim.Optimizer, type, ModuleType, CodeType)
+_MOST = 1_000_000  # objects that are looked at from one attribute: a model may hold its data, too
 
 
 def parameter_problems(model: nn.Module, device: torch.device, strategy: str, *, contiguous: bool) -> Iterator[str]:
@@ -41,14 +48,34 @@ def parameter_problems(model: nn.Module, device: torch.device, strategy: str, *,
             yield f"{name or 'the model'!r} makes sparse gradients, and {strategy} reduces dense ones; set sparse=False"
     for name, parameter in model.named_parameters():
         yield from _problems_of_one(name, parameter, device, strategy, contiguous=contiguous)
-    owned = {id(parameter): name for name, parameter in model.named_parameters()}
-    for holder, attribute, name in kept_elsewhere(model, owned):
+    kept: dict[tuple[str, str], str] = {}
+    for holder, attribute, name in kept_elsewhere(model, parameter_finder(dict(model.named_parameters()))):
+        kept.setdefault((holder, attribute), name)
+    for (holder, attribute), name in kept.items():
         yield (
             f"{holder or 'the model'!r} keeps parameter {name!r} in its attribute {attribute!r} too, where {strategy} "
             f"can't put its shard; reach it through the module that owns it, or use nn.ParameterList"
         )
     yield from memory_problems(model)
     yield from _state_dict_problems(model, strategy)
+
+
+def parameter_finder(named: Mapping[str, nn.Parameter]) -> Callable[[object], str | None]:
+    """Return the function that names the parameter which something is, or has memory of."""
+    own = {id(parameter): name for name, parameter in named.items()}
+    memory: dict[Hashable, list[str]] = {}
+    for name, parameter in named.items():
+        memory.setdefault(storage(parameter), []).append(name)
+
+    def name_of(item: object) -> str | None:
+        if id(item) in own:
+            return own[id(item)]
+        if not issubclass(type(item), torch.Tensor) or not memory:
+            return None
+        assert isinstance(item, torch.Tensor)
+        return next((name for name in memory.get(storage(item), ()) if overlap(item, named[name])), None)
+
+    return name_of
 
 
 def _problems_of_one(
@@ -82,49 +109,59 @@ def _problems_of_one(
         yield f"parameter {name!r} lies on {parameter.device}, and this rank trains on {device}; move it there"
 
 
-def kept_elsewhere(model: nn.Module, owned: Mapping[int, str]) -> Iterator[tuple[str, str, str]]:
+def kept_elsewhere(model: nn.Module, name_of: Callable[[object], str | None]) -> Iterator[tuple[str, str, str]]:
     """Yield where modules keep things beside the place that torch knows of: what stands there later is what it was.
 
-    Attributes are looked at, what lies in them in containers, however deep, and the attributes of objects in them. What
-    a function has closed over can't be seen.
+    Looked at is all that an attribute of a module reaches, through containers, other objects and what functions have
+    closed over, but not through other modules, tensors and optimizers.
 
     Args:
         model: the bare model.
-        owned: the names to yield for the parameters or modules to look for, by their `id`.
+        name_of: returns the name of what is looked for, and None for anything else.
 
     Yields:
-        the name of the module, that of its attribute, and the first of the names found in it.
+        the name of the module, that of its attribute, and what `name_of` has returned, each once for an attribute.
     """
-    known = vars(nn.Module())
-    for name, module in model.named_modules():
-        kind: Any = type(module)
-        if kind.__setattr__ is not nn.Module.__setattr__:
-            continue  # told of each parameter that is set, as torch's recurrent layers are, who keep a list up to date
-        for attribute, value in vars(module).items():
-            if attribute in known:
-                continue
-            found = next((owned[id(item)] for item in _reached(value) if id(item) in owned), None)
-            if found is not None:
-                yield name, attribute, found
-
-
-def _reached(value: object) -> Iterator[object]:
-    """Yield what lies in a value of an attribute, in containers and in the attributes of objects that lie there."""
     seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
+    for name, module in model.named_modules():
+        if uncompiled(module) is not module:
+            continue
+        for attribute, value in vars(module).items():
+            if attribute not in _KNOWN and not _is_kept_up_to_date(module, attribute):
+                told = dict.fromkeys(map(name_of, _reached(value, seen)))
+                yield from ((name, attribute, found) for found in told if found is not None)
+
+
+def _is_kept_up_to_date(module: nn.Module, attribute: str) -> bool:
+    # Recurrent layers are told of each parameter that is set; the old spectral norm makes its weight in each forward.
+    is_flat = isinstance(module, nn.RNNBase) and attribute in ("_flat_weights", "_flat_weight_refs")
+    return is_flat or f"{attribute}_orig" in module._parameters
+
+
+def _reached(value: object, seen: set[int]) -> Iterator[object]:
+    """Yield the tensors, modules and other objects that can be reached from a value, the near ones first.
+
+    Args:
+        value: the value.
+        seen: the identities of what was looked into already, by an earlier call too.
+    """
+    waiting, count = deque([value]), 0
+    while waiting and count < _MOST:
+        item, count = waiting.popleft(), count + 1
+        kind = type(item)  # not isinstance, which asks an object for its class: it may say anything, or fail
+        if kind in _ATOMS:
+            continue
         yield item
-        if type(item) in _ATOMS or id(item) in seen or isinstance(item, torch.Tensor | nn.Module | type):
+        if id(item) in seen or issubclass(kind, _ENDS):
             continue
         seen.add(id(item))
-        if isinstance(item, dict):
-            waiting.extend(item.values())
-        elif isinstance(item, list | tuple | Set | ValuesView):
-            waiting.extend(item)
+        if issubclass(kind, FunctionType):  # it refers to its whole module too
+            waiting.extend(item.__closure__ or ())  # type: ignore[attr-defined]  # mypy does not see what it is
+            waiting.extend(item.__defaults__ or ())  # type: ignore[attr-defined]  # likewise
+        elif issubclass(kind, weakref.ref):
+            waiting.append(item())  # type: ignore[operator]  # likewise
         else:
-            # No deeper: from a trainer, say, everything can be reached.
-            yield from getattr(item, "__dict__", {}).values()
+            waiting.extend(gc.get_referents(item))
 
 
 def _state_dict_problems(model: nn.Module, strategy: str) -> Iterator[str]:

@@ -23,6 +23,7 @@ from parallel_core.outlines import entries_to_load
 from parallel_core.record import bare_parameters, layout_of
 from parallel_core.state_dicts import (
     IncompatibleKeys,
+    check_flags,
     check_model_state_dict,
     named,
     parse_state_dict_type,
@@ -93,6 +94,7 @@ def load_model_state_dict(
     """
     with ranks.comparison(StateDictError) as call:
         kind = parse_state_dict_type(state_dict_type)
+        check_flags(strict=strict, cast=cast)
         record, strategy, model = settled(model)
         layout = layout_of(model)
         check_can_be_filled(model, record)
@@ -123,11 +125,7 @@ def optimizer_state_dict(
         _, strategy, model = settled(model)
         layout, parameters = layout_of(model), bare_parameters(model)
         named_groups(optimizer, parameters)  # raises what speaks against it
-        told = {
-            "state_dict_type": kind.value,
-            "the strategy": str(strategy),
-            "the optimizer": optimizer_told(optimizer),
-        }
+        told = {"state_dict_type": kind.value, "the strategy": str(strategy)} | optimizer_told(optimizer, parameters)
         call.mine = Call(told, layout, sharded_entries(optimizer, parameters))
     check_calls_alike(call.by_rank)
     return strategy.optimizer_state_dict(model, optimizer, kind)
@@ -156,11 +154,7 @@ def load_optimizer_state_dict(
         _, strategy, model = settled(model)
         layout, parameters = layout_of(model), bare_parameters(model)
         named_groups(optimizer, parameters)  # raises what speaks against it
-        told = {
-            "state_dict_type": kind.value,
-            "the strategy": str(strategy),
-            "the optimizer": optimizer_told(optimizer),
-        }
+        told = {"state_dict_type": kind.value, "the strategy": str(strategy)} | optimizer_told(optimizer, parameters)
         call.mine = Call(told, layout)
     check_calls_alike(call.by_rank)
     checked = check_optimizer_state_dict(Wanted(layout, optimizer, parameters), state_dict, kind)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,24 @@ from parallel_core.filling import check_no_copies
 from parallel_core.hookspecs import StateDictType
 from parallel_core.meta import MetaStart
 from parallel_core.meta_model import check_start, meta_tensors
+from parallel_core.names import uncompiled
 from parallel_core.outlines import entries_to_load
 from parallel_core.record import Layout, find_record
 from parallel_core.state_dicts import check_model_state_dict, named
 from parallel_core.strategy import Strategy, bare_model_strategy
 from parallel_core.strategy_config import StrategyConfig
+
+# The ways through a model, with the arguments that they are called with.
+_WALKS: dict[str, dict[str, bool]] = {
+    "named_modules": {"remove_duplicate": False},
+    "named_parameters": {"remove_duplicate": False},
+    "named_buffers": {"remove_duplicate": False},
+    "named_children": {},
+    "modules": {},
+    "parameters": {},
+    "buffers": {},
+    "children": {},
+}
 
 
 @dataclass(frozen=True)
@@ -95,13 +108,25 @@ def checked_layout(model: nn.Module) -> Layout:
 
 def _check_shows_all(model: nn.Module) -> None:
     """Refuse a model that answers otherwise than torch's own methods do: they are what finds the tensors of a model."""
-    for method in ("named_modules", "named_parameters", "named_buffers"):
-        said, there = list(getattr(model, method)()), list(getattr(nn.Module, method)(model))
-        if [(name, id(part)) for name, part in said] != [(name, id(part)) for name, part in there]:
+    model = uncompiled(model)
+    for method, options in _WALKS.items():
+        if getattr(type(model), method) is getattr(nn.Module, method):
+            continue
+        there = [*map(_identities, getattr(nn.Module, method)(model, **options))]
+        try:
+            said = getattr(model, method)(**options)
+            is_same = isinstance(said, Iterator) and [*map(_identities, said)] == there
+        except Exception:  # whatever an override raises
+            is_same = False
+        if not is_same:
             raise WrapError(
-                f"{method}() of this {type(model).__name__} gives {len(said)} entries, and torch's own would give "
-                f"{len(there)}, or others; leave it as torch has it, and give the override another name"
+                f"{type(model).__name__} overrides {method}(), which answers otherwise than torch's own, by which the "
+                f"parts of a model are found; give the override another name"
             )
+
+
+def _identities(found: Any) -> Any:
+    return (found[0], id(found[1])) if isinstance(found, tuple) else id(found)
 
 
 def start_bare(model: nn.Module, device: torch.device, first_values: FirstValues) -> nn.Module | None:

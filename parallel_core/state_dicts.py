@@ -55,6 +55,17 @@ def parse_state_dict_type(value: str) -> StateDictType:
         raise StateDictError(f"state_dict_type: expected 'full' or 'sharded', found {value!r}{hint}") from None
 
 
+def check_flags(**flags: object) -> None:
+    """Refuse arguments that are neither True nor False.
+
+    Raises:
+        StateDictError: one is something else.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise StateDictError(f"{name}: expected True or False, found {type(value).__name__}")
+
+
 def check_model_state_dict(
     layout: Layout, state_dict: Any, state_dict_type: StateDictType, *, strict: bool, cast: bool
 ) -> IncompatibleKeys:

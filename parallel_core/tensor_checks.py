@@ -12,7 +12,7 @@ from torch import nn
 
 from parallel_core.tensors import is_dtensor, storage
 
-__all__ = ["memory_problems", "tensor_problems"]
+__all__ = ["memory_problems", "overlap", "tensor_problems"]
 
 
 def tensor_problems(model: nn.Module) -> Iterator[str]:
@@ -54,31 +54,52 @@ def tensor_problems(model: nn.Module) -> Iterator[str]:
         )
 
 
-def memory_problems(model: nn.Module) -> Iterator[str]:
+def memory_problems(model: nn.Module, *, on_meta: bool = False) -> Iterator[str]:
     """Yield which parameters lie in memory of another parameter or of a buffer: for a wrap that moves them.
 
     They would train apart from then on. A parameter of several names is one, and no problem.
 
     Args:
         model: the bare model.
+        on_meta: whether to look at the tensors on the meta device alone, and at buffers in one memory too: for a start
+            that gives each its own.
     """
-    pieces: dict[Hashable, list[tuple[int, int, str, str]]] = {}
+    together: dict[Hashable, list[tuple[int, int, str, torch.Tensor]]] = {}
     for kind, name, tensor in _all_tensors(model):
-        if tensor.layout is torch.strided and tensor.numel():
-            start = tensor.storage_offset() * tensor.itemsize
-            span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            piece = (int(start), int(start + span * tensor.itemsize), kind, name)
-            pieces.setdefault(storage(tensor), []).append(piece)
-    for together in pieces.values():
-        reached: dict[str, tuple[int, str]] = {}  # by kind: up to where, and by which
-        for start, end, kind, name in sorted(together):
-            for earlier_kind, (earlier_end, earlier) in reached.items():
-                if start < earlier_end and "parameter" in (kind, earlier_kind):
+        if tensor.layout is torch.strided and tensor.numel() and (tensor.is_meta or not on_meta):
+            together.setdefault(storage(tensor), []).append((*_reach(tensor), f"{kind} {name!r}", tensor))
+    for pieces in together.values():
+        earlier: list[tuple[int, int, str, torch.Tensor]] = []
+        for piece in sorted(pieces, key=lambda piece: piece[:2]):
+            start, _, name, tensor = piece
+            earlier = [each for each in earlier if each[1] > start]
+            for _, _, other, other_tensor in earlier:
+                is_trained = isinstance(tensor, nn.Parameter) or isinstance(other_tensor, nn.Parameter)
+                if (is_trained or on_meta) and overlap(tensor, other_tensor):
                     yield (
-                        f"{earlier_kind} {earlier!r} and {kind} {name!r} lie in the same memory, and the wrap would "
-                        f"give each its own; make them one parameter (a.weight = b.weight), or clone one"
+                        f"{other} and {name} lie in the same memory, and the wrap would give each its own; make "
+                        f"them one parameter (a.weight = b.weight), or clone one"
                     )
-            reached[kind] = max(reached.get(kind, (0, "")), (end, name))
+            earlier.append(piece)
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one storage have elements in common: columns of a matrix have none."""
+    (start, end), (other_start, other_end) = _reach(one), _reach(other)
+    if end <= other_start or other_end <= start:
+        return False
+    if one.itemsize != other.itemsize or (one.is_contiguous() and other.is_contiguous()):
+        return True
+    taken = torch.zeros(max(end, other_end) // one.itemsize, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def _reach(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return from which byte of its storage a strided tensor reaches to which."""
+    start = tensor.storage_offset() * tensor.itemsize
+    span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return int(start), int(start + span * tensor.itemsize) if tensor.numel() else int(start)
 
 
 def _all_tensors(model: nn.Module) -> list[tuple[str, str, torch.Tensor]]:

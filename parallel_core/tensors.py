@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
+from parallel_core.errors import StateDictError
 from parallel_core.hookspecs import StateDictType
 from parallel_core.ranks import broadcast_tensor, rank
 
@@ -35,9 +36,18 @@ def entry(value: Any, state_dict_type: StateDictType) -> Any:
     Args:
         value: a tensor, a DTensor, or anything else (`_extra_state`, a step count), which is copied.
         state_dict_type: `sharded` gives the value as it is, detached; `full` a snapshot of it whole, see `snapshot`.
+
+    Raises:
+        StateDictError: a value can't be copied.
     """
     if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
+        try:
+            return copy.deepcopy(value)
+        except Exception as error:  # whatever an object raises that will not be copied: a lock, an open file
+            raise StateDictError(
+                f"a {type(value).__name__} in the state can't be copied: {type(error).__name__}: {error}; keep plain "
+                f"values there"
+            ) from error
     if state_dict_type is StateDictType.SHARDED:
         return value.detach()
     return snapshot(value.full_tensor() if is_dtensor(value) else value)
@@ -126,5 +136,6 @@ def whole(value: torch.Tensor, state_dict_type: StateDictType, device: torch.dev
 
 def storage(tensor: torch.Tensor) -> tuple[str, int]:
     """Return what a tensor has in common with its views; of one without memory of its own kind, what nothing has."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    # A subclass that stands for other tensors (DTensor) dispatches itself, and one that is merely a class does not.
+    plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and tensor.layout is torch.strided
     return ("storage", tensor.untyped_storage()._cdata) if plain else ("tensor", id(tensor))

@@ -19,8 +19,8 @@ from parallel_core.alike import check_alike, check_optimizers_alike, told
 from parallel_core.answering import answering, settled
 from parallel_core.config import DistributedConfigBase
 from parallel_core.errors import TrainingError, WrapError
-from parallel_core.optimizer_state import optimizer_told
-from parallel_core.record import Record, attach
+from parallel_core.optimizer_state import optimizer_told, options_told
+from parallel_core.record import Record, attach, bare_parameters
 from parallel_core.report import measured_report
 from parallel_core.starting import FirstValues, start_bare
 from parallel_core.strategy import Strategy, bare_model_strategy, bound_strategy
@@ -102,7 +102,7 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
     else:
         with ranks.comparison(WrapError) as optimizers:
             check_optimizer(model, optimizer, record)
-            optimizers.mine = optimizer_told(optimizer)
+            optimizers.mine = optimizer_told(optimizer, bare_parameters(model)) | options_told(optimizer)
         check_optimizers_alike(optimizers.by_rank)
     options = bare_model_strategy().config_class() if record is None else record.config.options
     answer = strategy.wrap_optimizer(model, optimizer, options)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from parallel_core import ranks
-from parallel_core.alike import layout_differences, meta_differences, raise_differences
+from parallel_core.alike import layout_differences, meta_differences, raise_differences, unit_differences
 from parallel_core.errors import WrapError
 from parallel_core.filling import check_no_copies
 from parallel_core.meta_model import meta_tensors
@@ -133,10 +133,13 @@ def check_wrap(
         buffers = {bare(name): spec_of(name, buffer) for name, buffer in model.named_buffers()}
         # A state dict lacks the buffers that are not persistent, and they are handed from rank to rank like the others.
         whole = replace(layout, entries={**layout.entries, **buffers})
-        shown.mine = (whole, dict.fromkeys(meta_tensors(model), "is on the meta device"))
+        units = tuple(unit.name for unit in report.units)
+        shown.mine = (whole, dict.fromkeys(meta_tensors(model), "is on the meta device"), units)
     advice = "build the same model everywhere"
-    raise_differences([layout for layout, _ in shown.by_rank], layout_differences, advice)
-    raise_differences([on_meta for _, on_meta in shown.by_rank], meta_differences, advice)
+    layouts, on_meta, units_by_rank = zip(*shown.by_rank, strict=True)
+    raise_differences(layouts, layout_differences, advice)
+    raise_differences(on_meta, meta_differences, advice)
+    raise_differences(units_by_rank, unit_differences, advice)
     first_values.check(model, layout)
     return Plan(layout, report, earlier_optimizers(model))
 

@@ -368,6 +368,54 @@ def test_a_tensor_that_is_a_plain_attribute_is_named(on_ranks: Callable[..., lis
     assert text.startswith("on the meta device, and nothing gives them values: 'table'; give Attribute a method")
 
 
+class Kept(nn.Module):
+    """Keeps its weight in a list too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.weights = [self.layer.weight]
+
+
+class Viewing(nn.Module):
+    """Has a buffer that is a part of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.zeros(4)
+        self.register_buffer("whole", whole)
+        self.register_buffer("front", whole[:2])
+
+    def reset_parameters(self) -> None:
+        self.get_buffer("whole").zero_()
+
+
+def hooked() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.weight.register_hook(lambda gradient: gradient * 0)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (Kept, "'the model' keeps parameter 'layer.weight' in its attribute 'weights' too, and on the meta device;"),
+        (Viewing, "buffer 'front' and buffer 'whole' lie in the same memory, and the wrap would give each its own;"),
+        (hooked, "parameter 'weight' on the meta device has a hook for its gradient; register it after the wrap"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_would_go_on_with_a_tensor_of_the_meta_device_is_named(
+    on_ranks: Callable[..., list[Any]], make: Callable[[], nn.Module], text: str, world_size: int
+) -> None:
+    def work() -> None:
+        wrap_model_for_training(on_meta(make), parallel_core.DistributedConfig(parallel_strategy="whole"))
+
+    for kind, found in on_ranks(work, world_size=world_size):
+        assert kind == "WrapError"
+        assert text in found
+
+
 def test_one_process_gets_the_bare_model_with_its_values_on_its_device(install_strategy: Install) -> None:
     install_strategy("whole", WHOLE)
     torch.manual_seed(0)

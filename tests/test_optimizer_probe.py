@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parallel_core import StateDictError, load_optimizer_state_dict, optimizer_state_dict
-from parallel_core.optimizer_probe import kept_keys
+from parallel_core.optimizer_probe import Kind, kept_state
 
 MOMENTS = {"step", "exp_avg", "exp_avg_sq"}
 
@@ -35,14 +35,22 @@ def test_the_keys_are_those_after_a_step(
     optimizer = make([nn.Parameter(torch.ones(3, 4))])
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("the optimizer was stepped"))
     before, groups = dict(optimizer.state), [dict(group) for group in optimizer.param_groups]
-    assert kept_keys(optimizer, optimizer.param_groups[0], 2) == expected
+    assert kept_state(optimizer, optimizer.param_groups[0], 2).keys() == expected
     assert dict(optimizer.state) == before
     assert optimizer.param_groups == groups
 
 
 def test_the_number_of_dimensions_counts() -> None:
     optimizer = torch.optim.Adafactor([nn.Parameter(torch.ones(3))])
-    assert kept_keys(optimizer, optimizer.param_groups[0], 1) == {"step", "variance"}
+    assert kept_state(optimizer, optimizer.param_groups[0], 1).keys() == {"step", "variance"}
+
+
+def test_what_stands_under_a_key_is_told() -> None:
+    parameter = nn.Parameter(torch.ones(3, 4))
+    kept = kept_state(adam := torch.optim.AdamW([parameter]), adam.param_groups[0], 2)
+    assert kept == {"step": Kind.NUMBER, "exp_avg": Kind.LIKE_PARAMETER, "exp_avg_sq": Kind.LIKE_PARAMETER}
+    kept = kept_state(adafactor := torch.optim.Adafactor([parameter]), adafactor.param_groups[0], 2)
+    assert kept == {"step": Kind.NUMBER, "row_var": Kind.OTHER, "col_var": Kind.OTHER}
 
 
 class Own(torch.optim.SGD):
@@ -54,7 +62,7 @@ class Own(torch.optim.SGD):
 
 def test_nothing_is_said_of_an_optimizer_that_is_not_torchs() -> None:
     optimizer = Own([nn.Parameter(torch.ones(3))])
-    assert kept_keys(optimizer, optimizer.param_groups[0], 1) == frozenset()
+    assert kept_state(optimizer, optimizer.param_groups[0], 1) == {}
 
 
 def test_state_of_another_kind_of_optimizer_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -149,6 +150,34 @@ MISFITS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: saved(lambda state: state["state"]["1.bias"].pop("exp_avg")),
         f"state without 'exp_avg', which AdamW keeps; {ANOTHER}: '1.bias'",
     ),
+    "a text for a tensor": (
+        lambda: saved(put("state", "1.bias", "exp_avg", "abc")),
+        "'1.bias', 'exp_avg': expected a tensor like the parameter, float32[2], found 'abc'",
+    ),
+    "nothing for a tensor": (
+        lambda: saved(put("state", "1.bias", "exp_avg", None)),
+        "'1.bias', 'exp_avg': expected a tensor like the parameter, float32[2], found None",
+    ),
+    "integers": (
+        lambda: saved(put("state", "1.bias", "exp_avg", torch.ones(2, dtype=torch.int64))),
+        "'1.bias', 'exp_avg': expected a tensor like the parameter, float32[2], found int64[2]",
+    ),
+    "a count of several": (
+        lambda: saved(put("state", "1.bias", "step", torch.ones(3))),
+        "'1.bias', 'step': wrong shape: the model's parameter is float32[2], the state float32[3]",
+    ),
+    "a text for a count": (
+        lambda: saved(put("state", "1.bias", "step", "x")),
+        "'1.bias', 'step': expected a number, found 'x'",
+    ),
+    "no number": (
+        lambda: saved(put("param_groups", 0, "lr", math.nan)),
+        "group 0, 'lr': expected a number, found nan",
+    ),
+    "several numbers": (
+        lambda: saved(put("param_groups", 0, "lr", torch.ones(2))),
+        "group 0, 'lr': expected a number, found tensor([1., 1.])",
+    ),
     "state that an option of the dict asks for": (
         lambda: saved(put("param_groups", 0, "amsgrad", True)),
         f"state without 'max_exp_avg_sq', which AdamW keeps; {ANOTHER}: '0.weight', '0.bias', '1.weight', '1.bias'",
@@ -231,12 +260,12 @@ def test_what_is_no_optimizer_is_refused() -> None:
 def test_state_that_cannot_be_sent_is_refused_on_every_rank(ranks: Ranks) -> None:
     def work() -> list[str]:
         strange = lambda: None  # noqa: E731  # what can't be pickled
-        states = [saved(put("state", "1.bias", "step", strange)), saved(put("param_groups", 0, "note", strange))]
+        states = [saved(put("state", "1.bias", "note", strange)), saved(put("param_groups", 0, "note", strange))]
         return [failure(lambda state=state: load_optimizer_state_dict(*trained(), state)) for state in states]  # type: ignore[misc]  # its default
 
     first, second = ranks(work)
     assert first == second
-    places = ["'1.bias', 'step'", "'param_groups'"]
+    places = ["'1.bias', 'note'", "'param_groups'"]
     for found, where in zip(first, places, strict=True):
         assert found.startswith(f"{PREFIX}{where}: can't be sent to the other ranks by pickle: ")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, UserDict
 from dataclasses import InitVar, dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -60,6 +62,41 @@ def test_a_tensor_is_found_and_replaced_in_every_form(form: Any) -> None:
     assert type(other) is type(form)
     assert [tensor.tolist() for tensor in tensors_in(other)] == [[2.0, 2.0]]
     assert list(map(id, tensors_in(form))) == [id(ONE)]  # the form itself is as it was
+
+
+class Rows(dict[str, Any]):
+    pass
+
+
+class Row(list[Any]):
+    pass
+
+
+@pytest.mark.parametrize(
+    "form", [Rows(a=ONE), Row([ONE]), [frozenset([ONE])], UserDict(a=ONE), SimpleNamespace(a=[ONE]), Loss(Rows(a=ONE))]
+)
+def test_tensors_are_found_in_kinds_that_pytree_does_not_know(form: Any) -> None:
+    assert list(map(id, tensors_in(form))) == [id(ONE)]
+
+
+def test_what_refers_to_itself_has_an_end_and_what_stands_twice_is_one() -> None:
+    loss = Loss(ONE)
+    loss.also.append(loss)
+    assert list(map(id, tensors_in([loss, loss]))) == [id(ONE)]
+    first, second = map_tensors(torch.neg, [loss, loss])
+    assert first is second
+    assert first.value.tolist() == [-1.0, -1.0]
+
+
+def test_nothing_is_kept() -> None:
+    gone: list[bool] = []
+    tensor = torch.ones(2)
+    weakref.finalize(tensor, gone.append, True)
+    loss = Loss(tensor)
+    list(tensors_in(loss))
+    map_tensors(torch.neg, loss)
+    del tensor, loss
+    assert gone == [True]
 
 
 def test_what_is_no_tensor_stays_as_it_is() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import UserDict, deque
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,6 +90,13 @@ class Keeper(nn.Module):
         return out
 
 
+class Slots:
+    __slots__ = ("held",)
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+
 class Holder:
     def __init__(self, held: object) -> None:
         self.held = held
@@ -103,6 +113,15 @@ class Holder:
         lambda weight: Holder(weight),
         lambda weight: [Holder(weight)],
         lambda weight: SimpleNamespace(w=weight),
+        lambda weight: SimpleNamespace(g={"w": [weight]}),
+        lambda weight: deque([weight]),
+        lambda weight: UserDict(w=weight),
+        lambda weight: partial(torch.norm, weight),
+        lambda weight: Slots(weight),
+        lambda weight: weakref.ref(weight),
+        lambda weight: lambda: weight,
+        lambda weight: weight.detach(),
+        lambda weight: [weight.data[:1]],
     ],
 )
 def test_a_parameter_that_a_module_keeps_elsewhere_too_is_named(keep: Any) -> None:
@@ -111,6 +130,44 @@ def test_a_parameter_that_a_module_keeps_elsewhere_too_is_named(keep: Any) -> No
         "'0' keeps parameter '0.layer.weight' in its attribute 'kept' too, where mine can't put its shard; reach it "
         "through the module that owns it, or use nn.ParameterList"
     )
+
+
+class Telling(Keeper):
+    """Has a way of its own to set an attribute, which changes nothing."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+
+
+class Recurrent(nn.LSTM):
+    """Keeps a weight beside the list that torch itself keeps up to date."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.mine = [self.weight_ih_l0]
+
+
+@pytest.mark.parametrize("make", [lambda: Telling(kept=lambda weight: [weight]), Recurrent])
+def test_a_module_that_sets_attributes_in_its_own_way_is_looked_into_too(make: Any) -> None:
+    (found,) = problems(nn.Sequential(make()))
+    assert found.startswith("'0' keeps parameter '0.")
+
+
+class Strange:
+    """Fails whatever it is asked."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("not ready")
+
+
+def test_what_is_kept_without_harm_is_no_problem() -> None:
+    spectral = nn.utils.spectral_norm(nn.Linear(2, 2))  # makes its weight in each forward
+    model = Keeper(kept=Strange(), scale=torch.ones(2), note=lambda _: "text")
+    vars(model)["optimizer"] = torch.optim.SGD(model.parameters())  # wrap_optimizer refuses it
+    vars(model)["module"] = [model.layer]
+    vars(model)["self"] = weakref.ref(model)
+    model.layer.compile(backend="eager")
+    assert problems(nn.Sequential(spectral, model)) == []
 
 
 def test_other_things_in_attributes_and_the_lists_of_recurrent_layers_are_no_problem() -> None:

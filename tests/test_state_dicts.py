@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -513,6 +514,14 @@ def test_cast_converts_rank_0s_tensors_on_every_rank(ranks: Ranks) -> None:
     assert ranks(work) == [(torch.bfloat16, [1.5, 2.0, 3.0])] * 2
 
 
+@pytest.mark.parametrize("flag", ["yes", None, 1, torch.ones(2)])
+@pytest.mark.parametrize("name", ["strict", "cast"])
+def test_a_flag_that_is_none_is_refused(name: str, flag: Any) -> None:
+    options: dict[str, Any] = {name: flag}
+    told = f"{name}: expected True or False, found {type(flag).__name__}"
+    assert failure(lambda: load_model_state_dict(Net(2), changed(), **options)) == told
+
+
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
@@ -606,7 +615,7 @@ def test_a_state_dict_of_copies_is_refused_where_something_would_be_loaded(ranks
 
             self.register_state_dict_post_hook(halve)  # type: ignore[no-untyped-call]  # torch's own is not annotated
 
-    text = "copies in the state dict, which can not be filled: 'gate'; let the hook that replaces them leave"
+    text = "in the state dict, and no tensors of the model, so that nothing can be loaded into them: 'gate'; let the"
     bare = Halved()
     assert text in failure(lambda: load_model_state_dict(bare, bare.state_dict()))
 
@@ -647,10 +656,9 @@ def test_ranks_that_read_in_different_ways_are_refused(ranks: Ranks) -> None:
             failure(lambda: optimizer_state_dict(model, optimizer)),
         ]
 
-    groups = "with groups of [4] parameters"
     told = [
         "state_dict_type is full on rank 0, sharded on rank 1",
-        f"the optimizer is SGD {groups} on rank 0, AdamW {groups} on rank 1",
+        "the optimizer is SGD on rank 0, AdamW on rank 1",
     ]
     assert ranks(work) == [[f"the ranks do not agree: {each}; make the same call on every rank" for each in told]] * 2
 
@@ -716,6 +724,15 @@ def test_extra_state_that_cannot_be_sent_is_refused_on_every_rank(ranks: Ranks) 
     alone = nn.Sequential(Net(2))
     load_model_state_dict(alone, {f"0.{name}": value for name, value in changed(_extra_state=len).items()})
     assert alone[0].note is len  # one process needs no pickle
+
+
+def test_a_value_that_cannot_be_copied_is_named() -> None:
+    model = Net()
+    model.note = {"lock": threading.Lock()}  # type: ignore[dict-item]  # the wrong type is the point
+    told = (
+        "a dict in the state can't be copied: TypeError: cannot pickle '_thread.lock' object; keep plain values there"
+    )
+    assert failure(lambda: model_state_dict(model)) == told
 
 
 class Unpacked:

@@ -89,6 +89,24 @@ def test_parameters_in_one_memory_are_named(first: Any, second: Any, *, buffer: 
     assert "lie in the same memory, and the wrap would give each its own" in found
 
 
+class Marked(nn.Parameter):
+    """A class, and nothing more."""
+
+
+def test_a_class_of_parameters_lies_in_memory_like_any_other() -> None:
+    model = nn.Module()
+    whole = torch.ones(4)
+    model.first, model.second = Marked(whole), Marked(whole)
+    (found,) = memory_problems(model)
+    assert found.startswith("parameter 'first' and parameter 'second' lie in the same memory")
+
+
+def test_columns_of_one_matrix_have_nothing_in_common() -> None:
+    assert list(memory_problems(Tied(lambda whole: whole[:, :2], lambda whole: whole[:, 2:]))) == []
+    (found,) = memory_problems(Tied(lambda whole: whole[:, :3], lambda whole: whole[:, 2:]))
+    assert "parameter 'first' and parameter 'second'" in found
+
+
 def test_parts_of_one_memory_that_do_not_meet_and_tied_names_are_no_problem() -> None:
     assert list(memory_problems(Tied(lambda whole: whole[:2], lambda whole: whole[2:]))) == []
     for case in CASES.values():

@@ -468,10 +468,32 @@ class Hiding(nn.Sequential):
         return ((name, each) for name, each in super().named_parameters(*args, **kwargs) if each.dim() == 1)
 
 
+class Odd(nn.Sequential):
+    """Has ways through it that torch could not go."""
+
+    def named_parameters(self) -> Any:  # type: ignore[override]  # takes nothing
+        return super().named_parameters()
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return list(super().parameters(recurse))
+
+
+def test_a_model_that_answers_in_another_way_is_refused(ddp_and_fsdp: None) -> None:
+    from parallel_core.starting import checked_layout
+
+    with pytest.raises(
+        WrapError, match=r"Odd overrides named_parameters\(\), which answers otherwise than torch's own"
+    ):
+        checked_layout(Odd(nn.Linear(2, 2)))
+    del Odd.named_parameters
+    with pytest.raises(WrapError, match=r"Odd overrides parameters\(\), which answers otherwise than torch's own"):
+        checked_layout(Odd(nn.Linear(2, 2)))
+
+
 def test_a_model_that_hides_its_parameters_is_refused(on_ranks: OnRanks) -> None:
     assert refused_models(on_ranks, lambda: Hiding(nn.Linear(2, 2))) == (
-        "named_parameters() of this Hiding gives 1 entries, and torch's own would give 2, or others; leave it as torch "
-        "has it, and give the override another name"
+        "Hiding overrides named_parameters(), which answers otherwise than torch's own, by which the parts of a model "
+        "are found; give the override another name"
     )
 
 
@@ -532,20 +554,28 @@ def test_an_optimizer_that_was_made_after_the_wrap_is_handed_to_the_strategy(on_
     assert on_ranks(work) == [(True, True, True)] * 2
 
 
-def test_optimizers_that_differ_between_ranks_are_refused(on_ranks: OnRanks) -> None:
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda found, rank: torch.optim.SGD(found[rank:]), "the place of '0.weight' in the optimizer is 0 of group 0"),
+        (lambda found, rank: torch.optim.SGD(found[rank : rank + 1]), "the place of '0.weight' in the optimizer is 0"),
+        (lambda found, rank: torch.optim.SGD(found[:: 1 - 2 * rank]), "the place of '0.weight' in the optimizer is 0"),
+        (lambda found, rank: [torch.optim.SGD, torch.optim.Adam][rank](found), "the optimizer is SGD on rank 0, Adam"),
+        (
+            lambda found, rank: torch.optim.SGD([{"params": found, "lr": 0.5 + rank}]),
+            "'lr' of the optimizer's group 0 is 0.5 on rank 0, 1.5 on rank 1; make the same optimizer on every rank",
+        ),
+    ],
+)
+def test_optimizers_that_differ_between_ranks_are_refused(on_ranks: OnRanks, make: Any, found: str) -> None:
     def work() -> None:
         model = wrap_model_for_training(model_of(), config_of())
         assert model is not None
-        parameters = list(model.parameters())
-        wrap_optimizer(model, torch.optim.SGD(parameters[core.rank() :]))
+        wrap_optimizer(model, make(list(model.parameters()), core.rank()))
 
-    assert refused(on_ranks, work) == (
-        "WrapError",
-        (
-            "the ranks do not agree: the optimizer is SGD with groups of [4] parameters on rank 0, SGD with groups of "
-            "[3] parameters on rank 1; make the same optimizer on every rank"
-        ),
-    )
+    kind, text = refused(on_ranks, work)
+    assert kind == "WrapError"
+    assert text.startswith(f"the ranks do not agree: {found}")
 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:

@@ -21,7 +21,7 @@ from parallel_core.checkpoint.manifest import RANDOM_STATES
 from parallel_core.checkpoint.matching import check_optimizer, match
 from parallel_core.checkpoint.objects import object_states, objects_loaded
 from parallel_core.checkpoint.opening import Saved, check_hashes, check_sizes, open_saved
-from parallel_core.checkpoint.options import check_alike, check_is_model
+from parallel_core.checkpoint.options import check_alike, check_is_model, places_of
 from parallel_core.checkpoint.reading import SavedReader
 from parallel_core.checkpoint.targets import targets_of
 from parallel_core.checkpoint.telling import as_checkpoint_error
@@ -31,6 +31,7 @@ from parallel_core.errors import CheckpointError
 from parallel_core.filling import check_can_be_filled
 from parallel_core.optimizer_state_dicts import Wanted
 from parallel_core.record import Layout, bare_parameters, layout_of
+from parallel_core.state_dicts import check_flags
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def load_checkpoint(
     background.wait_for_running()
     with ranks.agreement(CheckpointError):
         check_is_model(model)
+        check_flags(strict=strict, cast=cast, random_state=random_state, verify=verify)
         record, strategy, model = answering(model)
         layout = layout_of(model)
         check_can_be_filled(model, record)
@@ -103,11 +105,11 @@ def load_checkpoint(
             "strategy": strategy.name,
             "optimizer": type(optimizer).__name__,
             "objects": list(objects),
-            "strict": bool(strict),
-            "cast": bool(cast),
-            "random_state": bool(random_state),
-            "verify": bool(verify),
-        }
+            "strict": strict,
+            "cast": cast,
+            "random_state": random_state,
+            "verify": verify,
+        } | places_of(optimizer, model)
     check_alike("load", told, layout)
     if record is not None:
         strategy.settle(model)

@@ -18,7 +18,8 @@ from parallel_core.checkpoint.tensor_bytes import dtype_named
 from parallel_core.dtypes import dtype_name
 from parallel_core.errors import CheckpointError
 from parallel_core.hookspecs import StateDictType
-from parallel_core.record import Layout
+from parallel_core.optimizer_state import named_groups, optimizer_told
+from parallel_core.record import Layout, bare_parameters
 from parallel_core.state_dicts import parse_state_dict_type
 
 
@@ -77,6 +78,20 @@ def check_is_model(model: object) -> None:
         raise CheckpointError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
 
 
+def places_of(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> dict[str, str]:
+    """Return in words where an optimizer, if there is one, has the parameters of a model, to be compared by the ranks.
+
+    Raises:
+        StateDictError: it holds others.
+    """
+    if optimizer is None:
+        return {}
+    parameters = bare_parameters(model)
+    named_groups(optimizer, parameters)  # raises what speaks against it
+    told = optimizer_told(optimizer, parameters)
+    return {name: place for name, place in told.items() if name != "the optimizer"}
+
+
 def check_alike(what: str, told: dict[str, Any], layout: Layout) -> None:
     """Agree that all ranks were asked for the same; a collective.
 
@@ -95,7 +110,7 @@ def check_alike(what: str, told: dict[str, Any], layout: Layout) -> None:
         f"{name} is {first[name]!r} on rank 0 and {other[name]!r} on rank {rank}"
         for rank, (other, _) in enumerate(call.by_rank)
         for name in told
-        if other[name] != first[name]
+        if name in other and other[name] != first[name]
     ]
     if different:
         raise CheckpointError(f"every rank must {what} in the same way: {'; '.join(different[:5])}")

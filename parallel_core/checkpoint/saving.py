@@ -16,7 +16,7 @@ from parallel_core.checkpoint import background as in_background
 from parallel_core.checkpoint.background import CheckpointSave
 from parallel_core.checkpoint.contents import model_part, objects_part, optimizer_part
 from parallel_core.checkpoint.job import agreed_job, copied_job, origin_of
-from parallel_core.checkpoint.options import check_alike, check_is_model, checked_options
+from parallel_core.checkpoint.options import check_alike, check_is_model, checked_options, places_of
 from parallel_core.checkpoint.publishing import write
 from parallel_core.checkpoint.telling import as_checkpoint_error
 from parallel_core.checkpoint.tree import encode
@@ -80,9 +80,10 @@ def save_checkpoint(
         record, strategy, model = settled(model)
         check_can_be_read(model, record)
         layout = layout_of(model)
+        places = places_of(optimizer, model)
         options = checked_options(path, state_dict_type, dtype, max_file_bytes, keep_last, checksum, random_state)
     told = {"strategy": strategy.name, "optimizer": type(optimizer).__name__, "background": background}
-    check_alike("save", {**options.told(), **told}, layout)
+    check_alike("save", {**options.told(), **told, **places}, layout)
     with ranks.agreement(CheckpointError):
         parts = {"model": model_part(strategy, model, layout)}
     with ranks.agreement(CheckpointError):

@@ -87,6 +87,8 @@ class Watch:
         def note(_: torch.Tensor) -> None:
             self.waits = waits
 
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(note)
+        trained = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        for tensor in trained:
+            tensor.register_hook(note)
+        if not trained:
+            self.waits = waits  # they may lie in an object of the user's own: taken for granted, as nothing will tell

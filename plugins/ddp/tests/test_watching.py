@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -128,7 +129,22 @@ class Output:
     loss: torch.Tensor
 
 
-@pytest.mark.parametrize("packed", [lambda loss: {"loss": (loss,), "other": None}, lambda loss: [Output(loss)]])
+class Opaque:
+    """Of a kind that nobody looks into."""
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        lambda loss: {"loss": (loss,), "other": None},
+        lambda loss: [Output(loss)],
+        lambda loss: UserDict(loss=loss),
+        lambda loss: Opaque(loss),
+    ],
+)
 def test_outputs_of_any_form_are_watched(ranks: Ranks, packed: Callable[[torch.Tensor], Any]) -> None:
     class Several(nn.Module):
         def __init__(self) -> None:
@@ -141,7 +157,8 @@ def test_outputs_of_any_form_are_watched(ranks: Ranks, packed: Callable[[torch.T
     def work() -> float | str:
         model = wrapped(Several())
         with parallel_core.no_sync(model):
-            (loss,) = tensors_in(model(torch.ones(2, 4)))
+            output = model(torch.ones(2, 4))
+            (loss,) = [output.loss] if isinstance(output, Opaque) else tensors_in(output)
             loss.backward()
         return norm(model)
 

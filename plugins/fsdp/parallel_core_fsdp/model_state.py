@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from parallel_core import StateDictType, ranks, tensors
-from parallel_core.names import bare_modules
-from parallel_core.record import parameter_names
+from parallel_core.names import bare_modules, bare_names
+from parallel_core.record import bare_state, parameter_names
 from parallel_core_fsdp.stepping import prepare
 
 
@@ -52,6 +52,14 @@ def load(model: nn.Module, state_dict: dict[str, Any], state_dict_type: StateDic
     for name, module in _modules_with_extra_state(model):
         if name in state_dict:
             module.set_extra_state(state_dict[name])
+
+
+def names_of_nobody(model: nn.Module) -> list[str]:
+    """Return the names in a bare model's state dict that `read` would not find: those that a hook has put there."""
+    bare = bare_names(model)
+    known = {bare(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in buffers(model)} | {name for name, _ in _modules_with_extra_state(model)}
+    return [name for name in bare_state(model) if name not in known]
 
 
 def mesh_of_all_ranks(device_type: str) -> DeviceMesh:

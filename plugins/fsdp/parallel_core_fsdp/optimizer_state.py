@@ -93,6 +93,14 @@ def _outline(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Paramete
     gathered = ranks.all_gather((stepping, mine))
     outline = {}
     for name in parameters:
+        keys = {rank: sorted(pieces.get(name, ())) for rank, (holds, pieces) in enumerate(gathered) if name in holds}
+        first = next(iter(keys), 0)
+        for rank, own in keys.items():
+            if own != keys[first]:
+                raise StateDictError(
+                    f"the optimizer's state of {name!r} is {keys[first]} on rank {first}, {own} on rank {rank}, and "
+                    f"each has a part of that parameter; take the same steps on every rank"
+                )
         found = sorted(
             ((name not in holds, pieces[name]) for holds, pieces in gathered if name in pieces),
             key=lambda idle_and_pieces: idle_and_pieces[0],

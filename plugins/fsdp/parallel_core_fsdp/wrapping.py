@@ -15,6 +15,7 @@ from parallel_core import sharding, sharding_checks
 from parallel_core.meta import MetaStart
 from parallel_core.parameter_checks import kept_elsewhere
 from parallel_core_fsdp import FSDPConfig, abandoned, stepping
+from parallel_core_fsdp.model_state import names_of_nobody
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +29,19 @@ STRATEGIES = {
 def problems(model: nn.Module, config: FSDPConfig, device: torch.device) -> Iterator[str]:
     """Yield what would make the wrap, or the first step, fail; FSDP1 itself finds it with half of the model wrapped."""
     # A unit's parameters become one flat tensor, of one dtype.
-    yield from sharding_checks.problems(model, config, device, "fsdp")
+    found = list(sharding_checks.problems(model, config, device, "fsdp"))
+    yield from found
+    if found:
+        return  # of a model that is no bare one, say
+    if odd := names_of_nobody(model):
+        yield (
+            f"the state dict of the model has {odd[0]!r}, which is no parameter, no buffer and no extra state of a "
+            f"module, and fsdp puts it together from these; return it from get_extra_state"
+        )
     units = {id(unit.module): unit.name for unit in sharding.plan(model, config)}
-    for holder, attribute, name in kept_elsewhere(model, units):
+    for holder, attribute, name in kept_elsewhere(model, lambda item: units.get(id(item))):
+        if f"{holder}.".startswith(f"{name}."):
+            continue  # what is inside of a unit runs while the unit is whole: a forward that was replaced, say
         yield (
             f"{holder or 'the model'!r} keeps the module {name!r} in its attribute {attribute!r} too, where fsdp can't "
             f"put the wrapped one; reach it through its parent, or use nn.ModuleList"

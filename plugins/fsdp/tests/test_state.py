@@ -99,3 +99,24 @@ def test_a_parameter_frozen_after_training_keeps_its_optimizer_state(ranks: Rank
 
     names = [name for name, _ in CASES["blocks"].build().named_parameters()]
     assert ranks(work) == [[names, names, 0], [[], [], 1]]
+
+
+def test_optimizer_state_that_a_rank_lacks_of_its_part_is_told_of(ranks: Ranks) -> None:
+    def work() -> str:
+        result = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), fsdp_auto_wrap_min_params=20)
+        optimizer = torch.optim.AdamW(result.parameters(), lr=0.1)
+        result(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        if collective.rank() == 1:
+            optimizer.state.clear()
+        try:
+            parallel_core.optimizer_state_dict(result, optimizer)
+        except StateDictError as error:
+            return str(error)
+        return "no error"
+
+    told = (
+        "the optimizer's state of '0.weight' is ['exp_avg', 'exp_avg_sq', 'step'] on rank 0, [] on rank 1, and each "
+        "has a part of that parameter; take the same steps on every rank"
+    )
+    assert ranks(work) == [told, told]

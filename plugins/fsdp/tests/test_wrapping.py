@@ -301,6 +301,17 @@ def test_a_parameter_without_elements_is_refused_by_name(ranks: Ranks) -> None:
         assert message.endswith("; Linear")
 
 
+def test_a_forward_that_was_replaced_may_know_its_own_module(ranks: Ranks) -> None:
+    def work() -> bool:
+        model = nn.Sequential(InPlace(), nn.Linear(4, 4))
+        forward = model[0].forward
+        vars(model[0])["forward"] = lambda x: forward(x) * 2
+        result = wrapped(model, fsdp_auto_wrap_min_params=40)
+        return bool(result(torch.ones(2, 4)).isfinite().all())
+
+    assert ranks(work) == [True, True]
+
+
 class Listed(InPlace):
     """Keeps its first layer in a list beside the attribute."""
 
@@ -345,3 +356,35 @@ def test_the_cpu_may_be_named_with_an_index(ranks: Ranks) -> None:
         return bool(model(torch.ones(1, 2)).isfinite().all())
 
     assert ranks(work) == [True, True]
+
+
+class Adding(nn.Sequential):
+    """Puts a value of its own into its state dict."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {**super().state_dict(*args, **kwargs), "epoch": 3}
+
+
+def test_what_a_state_dict_has_besides_the_parts_of_modules_is_refused(ranks: Ranks) -> None:
+    def work() -> str:
+        with pytest.raises(WrapError) as caught:
+            wrapped(Adding(nn.Linear(2, 2)))
+        return str(caught.value)
+
+    told = "the state dict of the model has 'epoch', which is no parameter, no buffer and no extra state of a module"
+    assert all(told in found for found in ranks(work))
+
+
+def test_units_that_differ_between_ranks_are_refused(ranks: Ranks) -> None:
+    def work() -> str:
+        inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        outer = Listed()
+        outer.layers = []
+        outer.inner = inner if collective.rank() == 0 else nn.ModuleList(inner)
+        with pytest.raises(WrapError) as caught:
+            wrapped(nn.Sequential(outer, nn.Linear(4, 4)), fsdp_auto_wrap_min_params=12)
+        return str(caught.value)
+
+    first, second = ranks(work)
+    assert first == second
+    assert first.startswith("the ranks do not agree: '0.inner' is a unit on rank 0, and none on rank 1")

@@ -1,6 +1,7 @@
 """The strategy `fsdp2`: parameters, gradients and optimizer state as DTensors in shards, by `fully_shard`.
 
-This module holds the settings and the hooks; `wrapping` makes the wrapped model, `stepping` serves the training step.
+This module holds the settings and the hooks; `wrapping` makes the wrapped model, of whose classes `class_checks` looks
+whether they allow it; `stepping` and `whole_gradients` serve the training step.
 State dicts are the core's defaults, which know DTensors.
 """
 

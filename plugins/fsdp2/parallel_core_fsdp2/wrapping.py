@@ -14,6 +14,7 @@ from parallel_core import sharding, sharding_checks
 from parallel_core.meta import MetaStart
 from parallel_core.names import uncompiled
 from parallel_core_fsdp2 import FSDP2Config, stepping, whole_gradients
+from parallel_core_fsdp2.class_checks import class_problems
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,8 @@ def problems(model: nn.Module, config: FSDP2Config, device: torch.device) -> Ite
     """Yield what would make the wrap, or the first step, fail."""
     # Parameters are gathered one by one, so that only those whose gradients are reduced together must be alike.
     yield from sharding_checks.problems(model, config, device, "fsdp2", one_dtype=False, contiguous=True)
+    units = sharding.plan(model, config)
+    yield from class_problems([("", uncompiled(model)), *((unit.name, unit.module) for unit in units)])
 
 
 def wrap(model: nn.Module, config: FSDP2Config, device: torch.device) -> nn.Module:
@@ -73,8 +76,12 @@ def _sharder(config: FSDP2Config, device: torch.device) -> Callable[[nn.Module, 
 
     def shard(module: nn.Module, unit: sharding.ChosenUnit) -> None:
         sharding.return_no_views(module)
+        marks = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
         cast = MixedPrecisionPolicy(*unit.dtypes)
         fully_shard(module, mesh=mesh, mp_policy=cast, offload_policy=offload, reshard_after_forward=_reshards(config))
+        for name, parameter in module.named_parameters():
+            # What a user has set on it, for the groups of an optimizer, say.
+            vars(parameter).update({mark: value for mark, value in marks[name].items() if mark not in vars(parameter)})
 
     return shard
 

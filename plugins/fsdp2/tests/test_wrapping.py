@@ -333,3 +333,66 @@ def test_a_parameter_of_another_wrapped_model_is_refused(ranks: Ranks) -> None:
 
     told = "'0.weight' is in shards already, as a part of another wrapped model; build a bare model with its own"
     assert all(found.startswith(told) for found in ranks(work))
+
+
+class Final(nn.Linear):
+    """Will not be inherited from."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("final")
+
+
+class Immutable(nn.Linear):
+    """Takes no attribute once it is built."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        vars(self)["built"] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "built" in vars(self):
+            raise AttributeError("built")
+        super().__setattr__(name, value)
+
+
+class Named(nn.Linear):
+    """Has an attribute that a unit has a method for."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.reshard = True
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Final(4, 4), "'0' is a Final, of which fully_shard can't make a class of its own: TypeError: final;"),
+        (Immutable, "'0' is a Immutable, of which fully_shard can't make a class of its own: AttributeError: built;"),
+        (Named, "'0' has an attribute 'reshard', which is the name of a method of FSDPModule; rename it"),
+    ],
+)
+def test_a_class_that_fully_shard_cannot_change_is_refused_before_it_is_touched(
+    ranks: Ranks, make: Any, told: str
+) -> None:
+    def work() -> list[Any]:
+        model = nn.Sequential(make(), nn.Linear(4, 4))
+        with pytest.raises(WrapError) as caught:
+            wrapped(model, auto_wrap_min_params=1)
+        types = [type(module).__name__ for module in model]
+        return [told in str(caught.value), types[1], {type(each) for each in model.parameters()}]
+
+    assert ranks(work) == [[True, "Linear", {nn.Parameter}]] * 2
+
+
+def test_what_is_set_on_a_parameter_stays(ranks: Ranks) -> None:
+    def work() -> list[Any]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        # Marks, as optimizers' groups are made by.
+        vars(model.get_parameter("0.weight"))["no_weight_decay"] = True
+        vars(model.get_parameter("1.bias"))["lr_scale"] = 0.5
+        result = wrapped(model, auto_wrap_min_params=20)
+        result(torch.ones(2, 4)).sum().backward()
+        named = dict(result.named_parameters())
+        return [vars(named["0.weight"])["no_weight_decay"], vars(named["1.bias"])["lr_scale"]]
+
+    assert ranks(work) == [[True, 0.5]] * 2
