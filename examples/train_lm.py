@@ -11,6 +11,7 @@ under another one.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -73,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         first_step, first_loss = 0, 0.0
         if latest := latest_checkpoint(run):
             extra = load_checkpoint(latest, model, optimizer, objects={"scaler": scaler}).extra
+            if not isinstance(extra, dict) or not {"step", "first_loss"} <= extra.keys():
+                refuse(group.rank, f"{latest} is not from this script; another --output starts a new run")
             first_step, first_loss = extra["step"], extra["first_loss"]
             console.print(f"going on from {latest}; another --output starts a new run", soft_wrap=True)
         if first_step >= args.steps:
@@ -160,11 +163,22 @@ def number(least: int) -> Callable[[str], int]:
     """Return what reads a whole number of the command line, from `least` on."""
 
     def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
+        if not text.isdecimal() or len(text) > 12 or int(text) < least:
             raise argparse.ArgumentTypeError(f"expected a whole number from {least} on, found {text!r}")
         return int(text)
 
     return read
+
+
+def amount(text: str) -> float:
+    """Read a finite number of the command line, above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 < value < math.inf):
+        raise argparse.ArgumentTypeError(f"expected a finite number above 0, found {text!r}")
+    return value
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -189,18 +203,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=number(0), default=150, help="in all, those before a stop included")
     add("--batch", type=number(1), default=32, help="windows of text a step, over all ranks")
     add("--micro-batches", type=number(1), default=2, help="backward passes a step")
-    add("--learning-rate", type=float, default=3e-3, help="at its peak")
-    add("--clip", type=float, default=1.0, help="the largest norm of the gradients")
-    add("--seed", type=int, default=0, help="of the weights, the data's order and the sample")
+    add("--learning-rate", type=amount, default=3e-3, help="at its peak")
+    add("--clip", type=amount, default=1.0, help="the largest norm of the gradients")
+    add("--seed", type=number(0), default=0, help="of the weights, the data's order and the sample")
     add("--report-every", type=number(1), default=25, help="steps, where no terminal shows a bar")
     add("--prompt", type=str.encode, default="def ", help="the beginning of the sample")
     add("--sample", type=number(0), default=300, help="bytes to write in the end")
     args = parser.parse_intermixed_args(arguments)
-    args.overrides += [f"parallel_strategy={args.strategy}"] if args.strategy else []
+    args.overrides += [] if args.strategy is None else [f"parallel_strategy={args.strategy}"]
     if not args.data.exists():
         parser.error(f"--data {args.data}: no such file or folder")
     if args.width % args.heads:
         parser.error(f"--heads {args.heads} does not divide --width {args.width}")
+    if args.output and args.output.exists() and not args.output.is_dir():
+        parser.error(f"--output {args.output}: expected a folder, found a file")
     if not args.prompt:
         parser.error("--prompt: expected some text to begin with, found none")
     return args

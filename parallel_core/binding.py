@@ -38,13 +38,22 @@ def bind(registration: Registration, plugin: object) -> pluggy.HookRelay:
         )
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(hookspecs)
-    implementations = find_implementations(manager, registration, plugin)
+    try:
+        implementations = find_implementations(manager, registration, plugin)
+    except StrategyError:
+        raise
+    except Exception as error:  # an object may do anything where it is looked at
+        raise StrategyError(
+            f"strategy {registration}: {_place(plugin)} can't be looked at: {type(error).__name__}: {error}; repair or "
+            f"uninstall {registration.distribution}"
+        ) from error
     missing = [hook for hook in REQUIRED_HOOKS if hook not in implementations]
     if missing:
+        hint = "; a wrapper goes around one, and is none" if any(hasattr(plugin, hook) for hook in missing) else ""
         raise StrategyError(
             f"strategy {registration}: {' and '.join(missing)} must be implemented, found "
             f"{f'only {sorted(implementations)}' if implementations else 'no function marked with @hookimpl'}; "
-            f"add it to {_place(plugin)}"
+            f"add it to {_place(plugin)}{hint}"
         )
     try:
         manager.register(plugin, name=registration.name)

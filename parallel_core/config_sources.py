@@ -82,9 +82,11 @@ def read_environment(environ: object) -> list[Setting | str]:
     found: list[Setting | str] = []
     for variable in sorted(name for name in environ if isinstance(name, str)):
         if variable.startswith(ENVIRONMENT_PREFIX):
-            rest = variable.removeprefix(ENVIRONMENT_PREFIX)
-            name = rest.lower() if rest.isupper() else rest  # `PARALLEL_CORE_backend` is not the variable's name
+            name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
             place = f"environment: {variable}"
+            if not variable.isupper():
+                found.append(f"{place}: expected a name in capitals; did you mean {_variable(name)!r}?")
+                continue
             if not isinstance(environ[variable], str):
                 found.append(f"{place}: expected a text, as all variables have, found {environ[variable]!r:.80}")
                 continue
@@ -116,6 +118,8 @@ def _parse(path: Path) -> Any:
     if suffix not in _PARSERS:
         found = f"found {path.suffix!r}" if suffix else "found no ending"
         raise _UnreadableError(f"expected a file that ends in .toml, .yaml, .yml or .json, {found}")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise _UnreadableError("expected a file, found a pipe or a device")  # which may never have an end
     try:
         # A byte order mark, which some editors write, is no part of the text.
         text = path.read_bytes().decode("utf-8-sig")

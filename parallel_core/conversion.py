@@ -127,7 +127,7 @@ def _hint(value: object, annotation: Any, *, of_text: bool) -> str:
     if of_text and value.lower() == "none" and _fits(None, annotation):
         return "; write null"
     listed = [item.strip() for item in value.split(",")]
-    if _fits(listed, annotation):
+    if not set(value) & set("[]\"'") and _fits(listed, annotation):
         return f"; write {json.dumps(listed)}"
     choices = [choice for leaf in leaves for choice in choices_of(leaf) if isinstance(choice, str)]
     return f"; did you mean {value.lower()!r}?" if value.lower() in choices else did_you_mean(value, choices)

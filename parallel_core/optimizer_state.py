@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from parallel_core.errors import StateDictError
 from parallel_core.tensors import is_dtensor
@@ -119,9 +120,12 @@ def load_named_state(
     own_state = {positions[name]: values for name, values in state.items()}
     optimizer.load_state_dict({"state": own_state, "param_groups": own_groups})
     # It also casts state to the parameter's dtype, which not every optimizer keeps it in: averages in fp32, say, of
-    # weights in bf16. Step counts are where the optimizer wants them.
+    # weights in bf16. Step counts are where the optimizer wants them. Lists and dicts it casts as a whole, integers in
+    # them too, and of a text it makes a generator.
     for name, values in state.items():
-        loaded = optimizer.state[parameters[name]]
+        loaded, device = optimizer.state[parameters[name]], parameters[name].device
         for key, value in values.items():
-            if key != "step" and isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
+            if isinstance(value, str | list | tuple | dict):
+                loaded[key] = tree_map_only(torch.Tensor, lambda each: each.to(device), copy.deepcopy(value))  # noqa: B023  # called at once
+            elif key != "step" and isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device)

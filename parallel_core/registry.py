@@ -116,6 +116,11 @@ def load_plugin(registration: Registration) -> object:
     Raises:
         StrategyError: the import fails; the cause is chained.
     """
+    if registration.entry_point.pattern.match(registration.entry_point.value) is None:
+        raise StrategyError(
+            f"strategy {registration}: its entry point is {registration.entry_point.value!r}, expected 'module' or "
+            f"'module:object'; repair or uninstall {registration.distribution}"
+        )
     try:
         return registration.entry_point.load()
     except KeyboardInterrupt:

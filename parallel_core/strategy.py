@@ -11,8 +11,9 @@ import importlib.metadata
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from parallel_core.answers import CheckedAnswers
 from parallel_core.binding import bind
 from parallel_core.errors import ParallelCoreError, StrategyError, WrapError
 from parallel_core.hookspecs import ENTRY_POINT_GROUP, StateDictType, hookimpl
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from parallel_core.local_shards import LocalShard
     from parallel_core.meta import MetaStart
     from parallel_core.units import Unit
-
-T = TypeVar("T")
 
 STATE_DICT_HOOKS = ("model_state_dict", "load_model_state_dict", "optimizer_state_dict", "load_optimizer_state_dict")
 
@@ -85,7 +84,7 @@ def bare_model_strategy() -> Strategy:
     return Strategy(Registration("bare", "parallel-core", "", entry_point), _BareModel())
 
 
-class Strategy:
+class Strategy(CheckedAnswers):
     """One bound plugin."""
 
     def __init__(self, registration: Registration, plugin: object) -> None:
@@ -116,7 +115,9 @@ class Strategy:
         return bound_strategy, (self.name,)
 
     def applies(self, world_size: int, device: torch.device) -> bool:
-        return self._expect(bool, "applies", self._hooks.applies(world_size=world_size, device=device))
+        with self._failing_to("say whether it applies"):
+            answer = self._hooks.applies(world_size=world_size, device=device)
+        return self._expect(bool, "applies", answer)
 
     def plan_units(self, model: nn.Module, config: StrategyConfig) -> list[Unit]:
         from parallel_core.units import Unit
@@ -170,7 +171,10 @@ class Strategy:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state_dict_type: StateDictType
     ) -> dict[str, Any]:
         answer = self._hooks.optimizer_state_dict(model=model, optimizer=optimizer, state_dict_type=state_dict_type)
-        return self._expect(dict, "optimizer_state_dict", answer)
+        found: dict[str, Any] = self._expect(dict, "optimizer_state_dict", answer)
+        if found and not (isinstance(found.get("state"), dict) and isinstance(found.get("param_groups"), list)):
+            self._refuse("optimizer_state_dict", f"a dict with {sorted(found)}", "one of 'state' and 'param_groups'")
+        return found
 
     def load_optimizer_state_dict(
         self,
@@ -184,7 +188,9 @@ class Strategy:
         )
 
     def local_shards(self, model: nn.Module) -> dict[str, LocalShard]:
-        return self._expect(dict, "local_shards", self._hooks.local_shards(model=model))
+        from parallel_core.local_shards import LocalShard
+
+        return self._expect_values(LocalShard, "local_shards", self._hooks.local_shards(model=model))
 
     @property
     def has_local_shards(self) -> bool:
@@ -195,7 +201,10 @@ class Strategy:
         from torch import Tensor
 
         answer = self._hooks.clip_grad_norm(model=model, max_norm=max_norm, norm_type=norm_type)
-        return self._expect(Tensor, "clip_grad_norm", answer)
+        norm = self._expect(Tensor, "clip_grad_norm", answer)
+        if norm.dim():
+            self._refuse("clip_grad_norm", f"a tensor of shape {list(norm.shape)}", "one without dimensions")
+        return norm
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = self._hooks.no_sync(model=model)
@@ -211,7 +220,10 @@ class Strategy:
         return self._expect(GradScaler, "grad_scaler", self._hooks.grad_scaler(model=model))
 
     def data_parallel(self, model: nn.Module) -> tuple[int, int]:
-        return self._expect(tuple, "data_parallel", self._hooks.data_parallel(model=model))
+        answer: tuple[Any, ...] = self._expect(tuple, "data_parallel", self._hooks.data_parallel(model=model))
+        if len(answer) != 2 or not all(isinstance(each, int) for each in answer) or not 0 <= answer[0] < answer[1]:
+            self._refuse("data_parallel", repr(answer), "(index, count), with an index from 0 to count - 1")
+        return answer
 
     @contextmanager
     def _failing_to(self, what: str) -> Iterator[None]:
@@ -225,21 +237,3 @@ class Strategy:
     def _answers(self, hook: str) -> bool:
         implementations = getattr(self._hooks, hook).get_hookimpls()
         return any(each.plugin_name == self.name for each in implementations)
-
-    def _expect(self, kind: type[T], hook: str, answer: object) -> T:
-        if isinstance(answer, kind):
-            return answer
-        raise StrategyError(
-            f"strategy {self}: hook {hook} returned {type(answer).__name__}, expected {kind.__name__}; "
-            f"this is a bug in {self.distribution}"
-        )
-
-    def _expect_list(self, kind: type[T], hook: str, answer: object) -> list[T]:
-        found: list[T] = self._expect(list, hook, answer)
-        wrong = [type(item).__name__ for item in found if not isinstance(item, kind)]
-        if wrong:
-            raise StrategyError(
-                f"strategy {self}: hook {hook} returned a list with {wrong[0]} in it, expected {kind.__name__} alone; "
-                f"this is a bug in {self.distribution}"
-            )
-        return found

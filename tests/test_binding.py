@@ -224,7 +224,7 @@ def test_a_wrapper_alone_does_not_answer_a_required_hook() -> None:
 
     assert refusal(Around()) == (
         "wrap_model must be implemented, found only ['strategy_config']; add it to an object of "
-        "test_a_wrapper_alone_does_not_answer_a_required_hook.<locals>.Around"
+        "test_a_wrapper_alone_does_not_answer_a_required_hook.<locals>.Around; a wrapper goes around one, and is none"
     )
 
 

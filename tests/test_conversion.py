@@ -171,6 +171,7 @@ def test_a_text_is_a_toml_value_or_else_a_string(text: str, annotation: Any, exp
         ("inf", float, "expected a number, found 'inf'; a setting is a finite number"),
         ("null", int, "expected an integer, found 'null'"),
         ("None", int | None, "expected an integer or null, found 'None'; write null"),
+        ('["a"', tuple[str, ...], "expected a list of strings, found '[\"a\"'"),
         ("a,b", tuple[str, ...], 'expected a list of strings, found \'a,b\'; write ["a", "b"]'),
         ("9" * 5000, int, f"expected an integer, found '{'9' * 199}..."),
         ("[" * 100_000, int, f"expected an integer, found '{'[' * 199}..."),

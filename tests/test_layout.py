@@ -33,7 +33,7 @@ ORDER = [
     ["sharding"],
     ["sharding_checks"],
     ["local_shards"],
-    ["registry", "defaults"],
+    ["answers", "registry", "defaults"],
     ["binding"],
     ["strategy"],
     ["answering"],

@@ -420,11 +420,12 @@ def test_a_table_that_is_no_setting_gives_the_hint_to_name_it() -> None:
         (
             "Backend",
             "gloo",
-            (
-                "unknown setting; allowed are 'PARALLEL_CORE_PARALLEL_STRATEGY', 'PARALLEL_CORE_BACKEND', "
-                "'PARALLEL_CORE_TIMEOUT_SECONDS' and the settings of 'ddp', 'fsdp'; "
-                "did you mean 'PARALLEL_CORE_BACKEND'?"
-            ),
+            "expected a name in capitals; did you mean 'PARALLEL_CORE_BACKEND'?",
+        ),
+        (
+            "backend",
+            "gloo",
+            "expected a name in capitals; did you mean 'PARALLEL_CORE_BACKEND'?",
         ),
     ],
 )
@@ -492,6 +493,12 @@ def test_one_string_in_place_of_a_list_of_overrides_is_refused() -> None:
     assert problems_of(overrides="backend=gloo") == (
         "overrides: expected a list of strings such as 'name=value', found the string 'backend=gloo'",
     )
+
+
+def test_a_pipe_is_no_file() -> None:
+    """It may never have an end."""
+    os.mkfifo("a.toml")
+    assert problems_of("a.toml") == ("a.toml: expected a file, found a pipe or a device",)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from parallel_core import StateDictError, load_optimizer_state_dict, optimizer_state_dict
 from parallel_core.optimizer_state import load_named_state, named_groups
+from parallel_core.outputs import tensors_in
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -74,6 +75,34 @@ def test_state_and_groups_stand_under_the_parameters_names() -> None:
     assert [group["params"] for group in state["param_groups"]] == [["0.weight", "1.weight"], ["0.bias", "1.bias"]]
     assert [group["weight_decay"] for group in state["param_groups"]] == [0.1, 0.01]
     assert [group["lr"] for group in state["param_groups"]] == [0.01, 0.5]
+
+
+class Odd(torch.optim.SGD):
+    """Keeps what torch itself would cast or take apart when it is loaded."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns nothing
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {
+                "mode": "warm",
+                "history": [torch.tensor([1.001]), torch.tensor([16777217]), "text"],
+                "masks": {"mask": torch.tensor([True]), "deep": (torch.tensor([2.0], dtype=torch.float64),)},
+                "step": 3,
+            }
+
+
+def test_state_in_lists_dicts_and_texts_comes_back_as_it_was() -> None:
+    model = model_of().to(torch.bfloat16)
+    optimizer = Odd(model.parameters())
+    optimizer.step()
+    saved = optimizer_state_dict(model, optimizer)
+    other = Odd(model.parameters())
+    load_optimizer_state_dict(model, other, saved)
+    for parameter in model.parameters():
+        expected, found = optimizer.state[parameter], other.state[parameter]
+        assert str(sorted(found.items())) == str(sorted(expected.items()))
+        assert [each.dtype for each in tensors_in(found)] == [each.dtype for each in tensors_in(expected)]
+    other.state[model.get_parameter("1.bias")]["history"][0].zero_()
+    assert saved["state"]["1.bias"]["history"][0].item() == pytest.approx(1.001)
 
 
 def test_the_names_that_the_optimizer_was_given_are_left_out() -> None:

@@ -328,3 +328,25 @@ def test_other_groups_of_a_distribution_are_nobodys_business(
     )
     assert list(registrations()) == ["ring"]
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("value", ["p 9!!", "a:b:c!"])
+def test_a_malformed_entry_point_is_told_of(only_fakes: Path, value: str) -> None:
+    entry = f"{GROUP}\nring = {value}\n".encode()
+    metadata = "Metadata-Version: 2.1\nName: pc-ring\nVersion: 1.0\n"
+    write_distribution(only_fakes, "pc_ring-1.0.dist-info", metadata=metadata, entry_points=entry)
+    with pytest.raises(StrategyError) as caught:
+        bound_strategy("ring")
+    assert str(caught.value) == (
+        f"strategy 'ring' (pc-ring 1.0): its entry point is {value!r}, expected 'module' or 'module:object'; repair or "
+        f"uninstall pc-ring"
+    )
+
+
+def test_an_object_that_can_not_be_looked_at_breaks_nobody_else(install_strategy: Install) -> None:
+    body = "class Evil:\n    def __dir__(self):\n        raise RuntimeError('no')\n\nevil = Evil()\n"
+    install_strategy("evil", body, distribution="pc-evil", entry_point=":evil")
+    install_strategy("ring", distribution="pc-ring")
+    evil, ring = available_strategies()
+    assert ring.error is None
+    assert "an object of Evil can't be looked at: RuntimeError: no; repair or uninstall pc-evil" in str(evil.error)

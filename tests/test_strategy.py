@@ -105,7 +105,7 @@ RIGHT = {
     "wrap_model": MODEL,
     "wrap_optimizer": OPTIMIZER,
     "model_state_dict": {"weight": 1},
-    "optimizer_state_dict": {"state": {}},
+    "optimizer_state_dict": {"state": {}, "param_groups": []},
     "clip_grad_norm": torch.tensor(1.0),
     "no_sync": nullcontext(),
     "has_unsynchronised_gradients": True,
@@ -148,6 +148,42 @@ def test_a_list_of_something_else_is_an_error_that_names_the_hook(hook: str) -> 
         f"strategy 'ring' (pc-ring 1.0): hook {hook} returned a list with int in it, expected {kind} alone; "
         "this is a bug in pc-ring"
     )
+
+
+@pytest.mark.parametrize(
+    ("hook", "answer", "told"),
+    [
+        ("data_parallel", (2, 2), "(2, 2), expected (index, count), with an index from 0 to count - 1"),
+        ("data_parallel", (-1, 2), "(-1, 2), expected (index, count), with an index from 0 to count - 1"),
+        ("data_parallel", ("a", 2), "('a', 2), expected (index, count), with an index from 0 to count - 1"),
+        ("data_parallel", (0, 1, 2), "(0, 1, 2), expected (index, count), with an index from 0 to count - 1"),
+        ("clip_grad_norm", torch.ones(2), "a tensor of shape [2], expected one without dimensions"),
+        ("optimizer_state_dict", {"state": 5}, "a dict with ['state'], expected one of 'state' and 'param_groups'"),
+    ],
+)
+def test_an_answer_of_the_right_kind_that_can_not_be_is_refused(hook: str, answer: Any, told: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        CALLS[hook](answering(hook, answer))
+    assert str(caught.value) == (
+        f"strategy 'ring' (pc-ring 1.0): hook {hook} returned {told}; this is a bug in pc-ring"
+    )
+
+
+def test_local_shards_are_looked_at_one_by_one() -> None:
+    with pytest.raises(
+        StrategyError, match="hook local_shards returned int for 'weight', expected LocalShard; this is"
+    ):
+        answering("local_shards", {"weight": 5}).local_shards(MODEL)
+
+
+def test_a_strategy_that_fails_to_say_whether_it_applies_is_named() -> None:
+    class Failing(Ring):
+        @hookimpl
+        def applies(self) -> bool:
+            raise ZeroDivisionError("division by zero")
+
+    with pytest.raises(WrapError, match=r"'ring' \(pc-ring 1.0\) failed to say whether it applies: ZeroDivisionError"):
+        bound(Failing()).applies(2, CPU)
 
 
 def test_a_sentence_in_place_of_a_list_of_reasons_is_refused() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from parallel_core import ranks
+from parallel_core.checkpoint.options import checked_objects
 from parallel_core.checkpoint.tree import Keep, encode
 from parallel_core.errors import CheckpointError, StrategyError
 from parallel_core.hookspecs import StateDictType
@@ -73,7 +74,10 @@ def model_part(strategy: Strategy, model: nn.Module, layout: Layout) -> Part:
     again = {name for group in layout.tied for name in group[1:]}
     if strategy.has_local_shards:
         shards: Mapping[str, LocalShard] = model_shards(strategy, model, layout)
-        extra = {name: module.get_extra_state() for name, module in modules_with_extra_state(model, layout)}
+        extra = {
+            name: _made(module.get_extra_state, f"{name!r}: get_extra_state() of {type(module).__name__}")
+            for name, module in modules_with_extra_state(model, layout)
+        }
     else:
         entries = strategy.model_state_dict(model, StateDictType.SHARDED)
         shards = {name: LocalShard.of(entries[name]) for name, spec in layout.entries.items() if spec is not None}
@@ -81,6 +85,13 @@ def model_part(strategy: Strategy, model: nn.Module, layout: Layout) -> Part:
     part = Part({name: shard for name, shard in shards.items() if name not in again})
     part.values = {name: encode(value, repr(name), part.keeper(name)) for name, value in extra.items()}
     return part
+
+
+def _made(make: Callable[[], Any], what: str) -> Any:
+    try:
+        return make()
+    except Exception as error:  # it is the user's own
+        raise CheckpointError(f"{what} failed: {type(error).__name__}: {error}") from error
 
 
 def modules_with_extra_state(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
@@ -192,17 +203,13 @@ def objects_part(objects: Mapping[str, Any]) -> Part:
         CheckpointError: they are no dict by names, one has no `state_dict`, or there is something in it that can't be
             saved without pickle.
     """
-    if not isinstance(objects, Mapping):
-        raise CheckpointError(f"objects: expected a dict of objects by name, found {type(objects).__name__}")
-    if wrong := [name for name in objects if type(name) is not str]:
-        raise CheckpointError(f"objects: expected names that are plain strings, found {wrong[0]!r}")
     part = Part(values={})
-    for name, thing in sorted(objects.items()):
+    for name, thing in sorted(checked_objects(objects).items()):
         encode(name, "the name of an object")
         if not callable(getattr(thing, "state_dict", None)):
             raise CheckpointError(f"objects[{name!r}] has no state_dict(): found {type(thing).__name__}")
         where = f"objects[{name!r}].state_dict()"
-        part.values[name] = encode(thing.state_dict(), where, part.keeper(name))
+        part.values[name] = encode(_made(thing.state_dict, where), where, part.keeper(name))
     return part
 
 
@@ -219,6 +226,8 @@ def _take(
             raise CheckpointError(
                 f"the optimizer's state for {name!r} has the key {wrong[0]!r}; expected plain strings"
             )
+        for key in entries:
+            encode(key, f"a key of the optimizer's state for {name!r}")
         values[name] = {
             key: encode(
                 value,

@@ -21,7 +21,7 @@ from parallel_core.checkpoint.manifest import RANDOM_STATES
 from parallel_core.checkpoint.matching import check_optimizer, match
 from parallel_core.checkpoint.objects import object_states, objects_loaded
 from parallel_core.checkpoint.opening import Saved, check_hashes, check_sizes, open_saved
-from parallel_core.checkpoint.options import check_alike, check_is_model, places_of
+from parallel_core.checkpoint.options import check_alike, check_is_model, checked_objects, places_of
 from parallel_core.checkpoint.reading import SavedReader
 from parallel_core.checkpoint.targets import targets_of
 from parallel_core.checkpoint.telling import as_checkpoint_error
@@ -94,7 +94,7 @@ def load_checkpoint(
         record, strategy, model = answering(model)
         layout = layout_of(model)
         check_can_be_filled(model, record)
-        objects = dict(sorted((objects or {}).items()))
+        objects = dict(sorted(checked_objects(objects or {}).items()))
         saved = open_saved(path)
         check_sizes(saved)
         told = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,19 @@ def check_is_model(model: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise CheckpointError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+
+
+def checked_objects(objects: Any) -> Mapping[str, Any]:
+    """Return what was passed as objects.
+
+    Raises:
+        CheckpointError: it is no dict by names.
+    """
+    if not isinstance(objects, Mapping):
+        raise CheckpointError(f"objects: expected a dict of objects by name, found {type(objects).__name__}")
+    if wrong := [name for name in objects if type(name) is not str]:
+        raise CheckpointError(f"objects: expected names that are plain strings, found {wrong[0]!r}")
+    return objects
 
 
 def places_of(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> dict[str, str]:

@@ -24,6 +24,7 @@ from parallel_core.errors import CheckpointError
 from parallel_core.filling import check_can_be_read
 from parallel_core.hookspecs import StateDictType
 from parallel_core.record import layout_of
+from parallel_core.state_dicts import check_flags
 
 
 @as_checkpoint_error()
@@ -77,6 +78,7 @@ def save_checkpoint(
     with ranks.agreement(CheckpointError):
         check_is_model(model)
         _check_is_optimizer(optimizer)
+        check_flags(random_state=random_state, checksum=checksum, background=background)
         record, strategy, model = settled(model)
         check_can_be_read(model, record)
         layout = layout_of(model)

@@ -16,6 +16,7 @@ from parallel_core.errors import CheckpointError
 
 TENSOR = "$tensor"
 
+_LARGEST = 8192  # bits of an integer: Python refuses to read one of more than 4300 digits
 _TOO_DEEP = "nested too deep: lists in lists, or dicts in dicts"
 
 Keep = Callable[[str, Any], str]
@@ -45,6 +46,10 @@ def _encoded(value: Any, where: str, keep: Keep | None) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
+        if value.bit_length() > _LARGEST:
+            raise CheckpointError(
+                f"{where}: found an integer of {value.bit_length()} bits, expected at most {_LARGEST}"
+            )
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": str(float(value))}
@@ -69,6 +74,8 @@ def _encoded(value: Any, where: str, keep: Keep | None) -> Any:
         kind = "$counter" if type(value) is Counter else "$dict"
         return {kind: [[_encoded(key, f"{where}: the key {key!r}", None), item] for key, item in pairs]}
     if keep is not None and _is_tensor(value):
+        if value.is_meta:
+            raise CheckpointError(f"{where}: found a tensor on the meta device, which has no values to save")
         return {TENSOR: keep(where, value)}
     hint = "; call .tolist() or .item()" if _is_tensor(value) or hasattr(value, "tolist") else ""
     raise CheckpointError(

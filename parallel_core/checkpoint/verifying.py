@@ -48,6 +48,8 @@ def verify(path: str | os.PathLike[str], told: Told = nobody) -> Verdict:
         CheckpointError: there is no such thing, or it can't be told what belongs to it.
     """
     folder = standing(Path(path).absolute())
+    if folder.is_file() and folder.suffix != ".safetensors":
+        raise CheckpointError(f"{path} is a file, expected a checkpoint's folder or a .safetensors file")
     if folder.exists() and not (folder / MANIFEST).exists():
         return _verify_weights(folder)
     if (folder / MANIFEST).is_file() and not is_intact(read_file(folder / MANIFEST)):

@@ -752,3 +752,14 @@ def test_diff_is_exit_code_2_where_there_is_nothing_to_compare(
     code, _, err = command("diff", saved / "ddp-full", bad)
     assert code == 2
     assert "model.safetensors is damaged: it has " in err
+
+
+def test_verify_wants_the_folder_and_no_file_in_it(
+    tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    place = save_values(tmp_path / "a", weight=torch.ones(2))
+    code, _, error = command("verify", place / "manifest.json")
+    assert code == 2
+    assert error == (
+        f"error: {place / 'manifest.json'} is a file, expected a checkpoint's folder or a .safetensors file\n"
+    )

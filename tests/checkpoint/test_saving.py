@@ -451,3 +451,57 @@ def test_a_model_that_was_changed_after_the_wrap_is_not_saved_without_the_change
 
     assert ranks(work) == ["the model has changed since it was wrapped: the buffer 'mean' was added"] * 2
     assert list(tmp_path.iterdir()) == []
+
+
+class Torn(nn.Module):
+    """Gives its extra state once: for the names in its state dict."""
+
+    asked = False
+
+    def get_extra_state(self) -> Any:
+        if self.asked:
+            raise RuntimeError("no state")
+        self.asked = True
+
+
+class Thing:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        if isinstance(self.state, Exception):
+            raise self.state
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def test_what_fails_or_has_no_values_is_named_by_its_place(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight] = {"\ud800": 1}
+
+    def message(**options: Any) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            parallel_core.save_checkpoint(**{"path": tmp_path / "a", "model": model, **options})
+        return str(caught.value)
+
+    assert message(model=nn.Sequential(Torn())) == (
+        "'0._extra_state': get_extra_state() of Torn failed: RuntimeError: no state"
+    )
+    assert message(objects={"a": Thing(RuntimeError("bad"))}) == ("objects['a'].state_dict() failed: RuntimeError: bad")
+    assert message(objects={"a": Thing({"b": torch.ones(1, device="meta")})}) == (
+        "objects['a'].state_dict()['b']: found a tensor on the meta device, which has no values to save"
+    )
+    assert message(extra={"n": 10**5000}) == ("extra['n']: found an integer of 16610 bits, expected at most 8192")
+    assert message(optimizer=optimizer).startswith("a key of the optimizer's state for 'weight': '\\ud800' is no text")
+    for flag in ("background", "checksum", "random_state"):
+        assert message(**{flag: "no"}) == f"{flag}: expected True or False, found str"
+    assert names(tmp_path) == []
+    parallel_core.save_checkpoint(tmp_path / "a", model, extra={"n": 10**2000})
+    assert parallel_core.load_checkpoint(tmp_path / "a", model).extra == {"n": 10**2000}
+    for flag in ("strict", "cast", "random_state", "verify"):
+        with pytest.raises(CheckpointError, match=f"{flag}: expected True or False, found str"):
+            parallel_core.load_checkpoint(tmp_path / "a", model, **{flag: "no"})  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(CheckpointError, match="objects: expected a dict of objects by name, found list"):
+        parallel_core.load_checkpoint(tmp_path / "a", model, objects=["a"])  # type: ignore[arg-type]  # on purpose
