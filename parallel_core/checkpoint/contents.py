@@ -73,11 +73,11 @@ def model_part(strategy: Strategy, model: nn.Module, layout: Layout) -> Part:
     """
     again = {name for group in layout.tied for name in group[1:]}
     if strategy.has_local_shards:
-        shards: Mapping[str, LocalShard] = model_shards(strategy, model, layout)
         extra = {
             name: _made(module.get_extra_state, f"{name!r}: get_extra_state() of {type(module).__name__}")
             for name, module in modules_with_extra_state(model, layout)
         }
+        shards: Mapping[str, LocalShard] = model_shards(strategy, model, layout)
     else:
         entries = strategy.model_state_dict(model, StateDictType.SHARDED)
         shards = {name: LocalShard.of(entries[name]) for name, spec in layout.entries.items() if spec is not None}
