@@ -31,13 +31,13 @@ def kept_state(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dim
     """
     if getattr(torch.optim, type(optimizer).__name__, None) is not type(optimizer):
         return {}
-    parameter = torch.zeros((2,) * dimensions, requires_grad=True)
-    parameter.grad = torch.zeros_like(parameter)
     probe = copy.copy(optimizer)
-    probe.state = defaultdict(dict)
-    probe.param_groups = [{**options, "params": [parameter]}]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.device("cpu"):  # whatever the default device is
+            parameter = torch.zeros((2,) * dimensions, requires_grad=True)
+            parameter.grad = torch.zeros_like(parameter)
+            probe.state = defaultdict(dict)
+            probe.param_groups = [{**options, "params": [parameter]}]
             inspect.unwrap(type(optimizer).step)(probe)
     except Exception:  # it wants a closure, sparse gradients, or an accelerator
         return {}

@@ -42,7 +42,8 @@ def test_the_keys_are_those_after_a_step(
 
 def test_the_number_of_dimensions_counts() -> None:
     optimizer = torch.optim.Adafactor([nn.Parameter(torch.ones(3))])
-    assert kept_state(optimizer, optimizer.param_groups[0], 1).keys() == {"step", "variance"}
+    with torch.device("meta"):
+        assert kept_state(optimizer, optimizer.param_groups[0], 1).keys() == {"step", "variance"}
 
 
 def test_what_stands_under_a_key_is_told() -> None:
