@@ -29,7 +29,7 @@ def kept_state(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dim
         options: those of the parameter's group.
         dimensions: how many the parameter has: Adafactor keeps other state of a matrix than of a vector.
     """
-    if getattr(torch.optim, type(optimizer).__name__, None) is not type(optimizer):
+    if not is_of_torch(optimizer):
         return {}
     probe = copy.copy(optimizer)
     try:
@@ -42,6 +42,11 @@ def kept_state(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dim
     except Exception:  # it wants a closure, sparse gradients, or an accelerator
         return {}
     return {key: _kind(value, parameter) for key, value in probe.state.get(parameter, {}).items()}
+
+
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether an optimizer is torch's own: of any other, nobody knows what its options and its state may be."""
+    return getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
 
 
 def _kind(value: Any, parameter: torch.Tensor) -> Kind:

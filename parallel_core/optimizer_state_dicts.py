@@ -11,7 +11,7 @@ import torch
 
 from parallel_core import ranks
 from parallel_core.hookspecs import StateDictType
-from parallel_core.optimizer_probe import Kind, kept_state
+from parallel_core.optimizer_probe import Kind, is_of_torch, kept_state
 from parallel_core.optimizer_state import required_groups
 from parallel_core.outlines import on_meta, outlined, sent, unsendable
 from parallel_core.record import Layout, TensorSpec
@@ -105,7 +105,11 @@ def optimizer_problems(wanted: Wanted, state_dict: Any) -> Iterator[str]:
         yield named("state of parameters that the model lacks", unknown)
     group_problems = list(_group_problems(groups, saved))
     yield from group_problems
+    if not is_of_torch(wanted.optimizer):
+        return
     if not group_problems:
+        group_problems = list(_option_problems(groups, saved))
+        yield from group_problems
         yield from _missed(wanted, saved, state)
     told = dict(_shape_problems(layout, state))
     if not group_problems:
@@ -127,6 +131,10 @@ def _group_problems(own: Groups, saved: Groups) -> Iterator[str]:
         options = [key for key in group if key not in other]
         if options:
             yield named(f"group {index} of the state dict lacks options; it is another kind of optimizer's", options)
+
+
+def _option_problems(own: Groups, saved: Groups) -> Iterator[str]:
+    for index, (group, other) in enumerate(zip(own, saved, strict=True)):
         for key in (key for key in group if key in other):
             if _is_number(group[key]) and not _is_number(other[key]):
                 yield f"group {index}, {key!r}: expected a number, found {other[key]!r:.80}"
@@ -193,7 +201,8 @@ def _is_number(value: Any) -> bool:
 
 def _are_numbers(value: Any, count: int | None = None) -> bool:
     is_sequence = isinstance(value, list | tuple) and len(value) > 0 and count in (None, len(value))
-    return is_sequence and all(map(_is_number, value))
+    # One of Adafactor's may be None, and of others each is a number.
+    return is_sequence and all(each is None or _is_number(each) for each in value)
 
 
 def _shape_problems(layout: Layout, state: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -105,6 +105,39 @@ def test_state_in_lists_dicts_and_texts_comes_back_as_it_was() -> None:
     assert saved["state"]["1.bias"]["history"][0].item() == pytest.approx(1.001)
 
 
+class Shampoo(torch.optim.SGD):
+    """Keeps matrices of the sizes of a parameter's dimensions, and options that may be anything."""
+
+    def __init__(self, parameters: Any, clip: float | None = None, milestones: tuple[int, ...] = ()) -> None:
+        super().__init__(parameters)
+        self.defaults |= {"clip": clip, "milestones": milestones}
+        for group in self.param_groups:
+            group |= {"clip": clip, "milestones": milestones}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns nothing
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {
+                f"pre{dimension}": torch.full((size, size), 2.0) for dimension, size in enumerate(parameter.shape)
+            }
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_of_an_optimizer_of_ones_own_whatever_was_saved_is_loaded(kind: str) -> None:
+    model = model_of()
+    optimizer = Shampoo(model.parameters(), None, (1, 2, 3))
+    optimizer.step()
+    other = Shampoo(model.parameters(), 1.0, (5,))
+    load_optimizer_state_dict(model, other, optimizer_state_dict(model, optimizer, kind), kind)
+    assert str(other.state_dict()) == str(optimizer.state_dict())
+
+
+def test_an_adafactor_with_other_settings_takes_what_was_saved() -> None:
+    model, optimizer = trained(lambda found: torch.optim.Adafactor(found.parameters()))
+    other = torch.optim.Adafactor(model.parameters(), eps=(1e-30, 1e-3))
+    load_optimizer_state_dict(model, other, optimizer_state_dict(model, optimizer))
+    assert other.param_groups[0]["eps"] == (None, 1e-3)
+
+
 def test_the_names_that_the_optimizer_was_given_are_left_out() -> None:
     """They are those of the wrapped model."""
     model, optimizer = trained(OPTIMIZERS["AdamW, named parameters"])
