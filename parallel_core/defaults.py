@@ -129,8 +129,12 @@ def local_shards(model: nn.Module) -> dict[str, LocalShard]:
 def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch.Tensor:
     import torch
 
+    from parallel_core import norms
     from parallel_core.tensors import is_dtensor
 
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if norms.needs_care(gradients, norm_type):
+        return norms.clip(gradients, max_norm, norm_type)
     # A list: of a model without parameters torch warns where it gets a generator.
     norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), max_norm, norm_type)
     return norm.full_tensor() if is_dtensor(norm) else norm

@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from parallel_core.errors import StateDictError
+from parallel_core.optimizer_probe import is_of_torch
 from parallel_core.tensors import is_dtensor
 
 __all__ = ["load_named_state", "named_groups", "optimizer_told", "options_told", "required_groups", "sharded_entries"]
@@ -61,12 +62,17 @@ def optimizer_told(optimizer: torch.optim.Optimizer, parameters: Mapping[str, to
 
 
 def options_told(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return in words the options of an optimizer's groups that are plain values."""
+    """Return in words the numbers among the options of an optimizer's groups; nothing of one that is not torch's own.
+
+    Another one may have options that are a rank's own: a seed, a device.
+    """
+    if not is_of_torch(optimizer):
+        return {}
     return {
-        f"{key!r} of the optimizer's group {index}": repr(group[key])
+        f"{key!r} of the optimizer's group {index}": str(float(group[key]))
         for index, group in enumerate(optimizer.param_groups)
         for key in optimizer.defaults
-        if key in group and isinstance(group[key], int | float | str | tuple | None)
+        if isinstance(group.get(key), int | float)
     }
 
 

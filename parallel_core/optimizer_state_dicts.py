@@ -182,10 +182,12 @@ def _kept(
 
 def _expected(kind: Kind, value: Any, spec: TensorSpec | None, key: str) -> str:
     """Return what should stand in the place of a value of the state, or nothing if it may stand there."""
+    if value is None and key == "momentum_buffer":
+        return ""  # it stands for the first step with momentum
     if kind is Kind.NUMBER:
         return "" if _is_number(value) else "a number"
-    if kind is not Kind.LIKE_PARAMETER or spec is None or (value is None and key == "momentum_buffer"):
-        return ""  # None stands for the first step with momentum
+    if kind is not Kind.LIKE_PARAMETER or spec is None:
+        return ""
     fits = isinstance(value, torch.Tensor) and tuple(value.shape) == spec.shape
     if fits and value.is_floating_point() == spec.dtype.is_floating_point:
         return ""

@@ -6,10 +6,11 @@ Part of what `sharding_checks` finds.
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType, TracebackType
 
 import torch
 from torch import nn
@@ -24,7 +25,11 @@ __all__ = ["kept_elsewhere", "parameter_finder", "parameter_problems"]
 
 _KNOWN = frozenset([*vars(nn.Module()), "_compiled_call_impl"])  # torch.compile keeps what it has compiled for
 _ATOMS = frozenset([int, float, complex, str, bytes, bool, type(None)])  # of which there may be many in a list
-_ENDS = (torch.Tensor, nn.Module, torch.optim.Optimizer, type, ModuleType, CodeType)
+# From here on everything could be reached: what a program logs to, say, and the variables of all that called it.
+_ENDS = (
+    *(torch.Tensor, nn.Module, torch.optim.Optimizer, type, ModuleType, CodeType),
+    *(logging.Logger, BaseException, TracebackType, FrameType, GeneratorType),
+)
 _MOST = 1_000_000  # objects that are looked at from one attribute: a model may hold its data, too
 
 

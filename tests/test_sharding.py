@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import UserDict, deque
 from functools import partial
@@ -166,8 +167,18 @@ def test_what_is_kept_without_harm_is_no_problem() -> None:
     vars(model)["optimizer"] = torch.optim.SGD(model.parameters())  # wrap_optimizer refuses it
     vars(model)["module"] = [model.layer]
     vars(model)["self"] = weakref.ref(model)
+    vars(model)["log"] = logging.getLogger("mine")
+    vars(model)["parts"] = (each for each in [model.layer.weight])
+    try:
+        raise ZeroDivisionError(model.layer.weight)
+    except ZeroDivisionError as error:
+        vars(model)["failed"] = error
+    vars(logging.getLogger("theirs"))["note"] = model.layer.weight
     model.layer.compile(backend="eager")
-    assert problems(nn.Sequential(spectral, model)) == []
+    try:
+        assert problems(nn.Sequential(spectral, model)) == []
+    finally:
+        del vars(logging.getLogger("theirs"))["note"]
 
 
 def test_other_things_in_attributes_and_the_lists_of_recurrent_layers_are_no_problem() -> None:

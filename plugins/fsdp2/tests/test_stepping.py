@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -173,3 +174,23 @@ def test_a_model_may_be_used_for_inference_before_it_trains(ranks: Ranks, settin
         return [torch.equal(one.full_tensor(), two.full_tensor()) for one, two in pairs]
 
     assert ranks(work) == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("norm_type", [math.inf, -math.inf, -1.0, 1.0, 2.0])
+def test_a_rank_without_a_part_of_a_gradient_has_no_part_in_the_norm(
+    ranks: Ranks, norm_type: float, world_size: int
+) -> None:
+    """torch takes no largest element of nothing, on that rank alone."""
+
+    def work() -> list[Any]:
+        bare, model = Two(), wrapped(Two())  # a bias of one element
+        for each in (bare, model):
+            each(torch.ones(2, 4)).sum().backward()
+        expected = nn.utils.clip_grad_norm_(bare.parameters(), 0.5, norm_type)
+        found = parallel_core.clip_grad_norm(model, 0.5, norm_type)
+        pairs = zip(bare.parameters(), model.parameters(), strict=True)
+        same = [torch.allclose(one.grad, two.grad.full_tensor()) for one, two in pairs]  # type: ignore[union-attr, arg-type]  # DTensors
+        return [found.item() == pytest.approx(expected.item(), rel=1e-5), type(found), *same]
+
+    assert ranks(work, world_size=world_size) == [[True, torch.Tensor, True, True, True]] * world_size
