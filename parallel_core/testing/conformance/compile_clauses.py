@@ -12,7 +12,7 @@ import parallel_core
 from parallel_core.record import inner_module
 from parallel_core.testing import Ranks
 from parallel_core.testing.conformance.declaration import Capability, Declaration
-from parallel_core.testing.conformance.runs import Run, differences
+from parallel_core.testing.conformance.runs import KINDS, Run, cloned, differences, scramble
 
 #: `aot_eager` without its search for memory to save, which takes more than a second to import on each rank.
 BACKEND = "aot_eager_default_partitioner"
@@ -42,11 +42,16 @@ class CompileClauses(Declaration):
                 parallel_core.wrap_optimizer(compiled, run.optimizer)
                 run.optimizer.step()
                 run.optimizer.zero_grad()
-            found = parallel_core.model_state_dict(compiled)
-            parallel_core.load_model_state_dict(compiled, found)
-            parallel_core.optimizer_state_dict(compiled, run.optimizer)
             assert isinstance(parallel_core.grad_scaler(compiled), torch.amp.GradScaler)
-            return [losses, expected, differences(found, plain.full(), tolerance=1e-5)]
+            changes = differences(parallel_core.model_state_dict(compiled), plain.full(), tolerance=1e-5)
+            before = run.held()
+            for kind in KINDS:
+                weights = cloned(parallel_core.model_state_dict(compiled, kind))
+                state = parallel_core.optimizer_state_dict(compiled, run.optimizer, kind)
+                scramble(run.model)
+                parallel_core.load_model_state_dict(compiled, weights, kind)
+                parallel_core.load_optimizer_state_dict(compiled, run.optimizer, state, kind)
+            return [losses, expected, [*changes, *differences(run.held(), before)]]
 
         for losses, expected, changes in ranks(work, timeout=90):
             assert losses == pytest.approx(expected, abs=1e-5)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import parallel_core
-from parallel_core import WrapError
+from parallel_core import CheckpointError, WrapError
 from parallel_core import ranks as collective
 from parallel_core.record import inner_module
 from parallel_core.strategy import bound_strategy
@@ -109,21 +110,43 @@ class WrapClauses(Declaration):
         assert all("wrapped already" in message for message in ranks(work))
 
     def test_refuses_the_module_inside(self, ranks: Ranks) -> None:
-        """The verbs refuse the module inside a wrapper, whose parameters may be shards."""
+        """Every verb refuses the module inside a wrapper, whose parameters may be shards."""
         config = self.config()
 
-        def work() -> str | None:
+        def work() -> list[str]:
             run = Run("blocks", config)
-            inner = inner_module(run.model)
+            inner, optimizer = inner_module(run.model), run.optimizer
+            assert optimizer is not None
             if inner is run.model:
-                return None  # the strategy works in place: there is no module inside
-            try:
-                parallel_core.clip_grad_norm(inner, 1.0)
-            except WrapError as error:
-                return str(error)
-            return "no error"
+                return []  # the strategy works in place: there is no module inside
+            weights, state = run.state().values()
+            verbs: dict[str, Callable[[], object]] = {
+                "wrap_model_for_training": lambda: parallel_core.wrap_model_for_training(inner, config),
+                "wrap_optimizer": lambda: parallel_core.wrap_optimizer(inner, optimizer),
+                "clip_grad_norm": lambda: parallel_core.clip_grad_norm(inner, 1.0),
+                "no_sync": lambda: parallel_core.no_sync(inner),
+                "grad_scaler": lambda: parallel_core.grad_scaler(inner),
+                "data_parallel": lambda: parallel_core.data_parallel(inner),
+                "wrap_report": lambda: parallel_core.wrap_report(inner),
+                "model_state_dict": lambda: parallel_core.model_state_dict(inner),
+                "load_model_state_dict": lambda: parallel_core.load_model_state_dict(inner, weights),
+                "optimizer_state_dict": lambda: parallel_core.optimizer_state_dict(inner, optimizer),
+                "load_optimizer_state_dict": lambda: parallel_core.load_optimizer_state_dict(inner, optimizer, state),
+                "save_checkpoint": lambda: parallel_core.save_checkpoint("unused", inner, optimizer),
+                "load_checkpoint": lambda: parallel_core.load_checkpoint("unused", inner, optimizer),
+            }
+            found = []
+            for name, verb in verbs.items():
+                try:
+                    verb()
+                except (WrapError, CheckpointError) as error:
+                    if "module inside" not in str(error):
+                        found.append(f"{name}: {error}")
+                else:
+                    found.append(f"{name}: no error")
+            return found
 
-        assert all(message is None or "module inside" in message for message in ranks(work))
+        assert ranks(work) == [[], []]
 
     def test_plans_its_units_without_ranks(self, ranks: Ranks) -> None:
         """The plan needs no ranks and no values; it names modules and parameters of the bare model, once each."""
