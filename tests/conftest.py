@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import signal
 import sys
 import textwrap
 import types
@@ -58,6 +59,12 @@ LONGEST = (
     *("test_ranks_lifetime.py", "test_contents.py", "test_optimizers.py", "test_killed.py", "test_moving_state.py"),
     *("test_background.py", "test_saving.py", "test_matrix.py", "test_ranks_failing.py", "test_code_blocks.py"),
 )
+
+
+def pytest_configure() -> None:
+    """Take Ctrl-C again where it is ignored, as in `make test &`: processes inherit that, and tests send it to some."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
