@@ -130,9 +130,12 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch
     import torch
 
     from parallel_core import norms
+    from parallel_core.errors import TrainingError
     from parallel_core.tensors import is_dtensor
 
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if any(gradient.is_sparse for gradient in gradients):
+        raise TrainingError("there are sparse gradients, whose norm torch can't take; set sparse=False, or do not clip")
     if norms.needs_care(gradients, norm_type):
         return norms.clip(gradients, max_norm, norm_type)
     # A list: of a model without parameters torch warns where it gets a generator.

@@ -15,14 +15,7 @@ from parallel_core.optimizer_probe import Kind, is_of_torch, kept_state
 from parallel_core.optimizer_state import required_groups
 from parallel_core.outlines import on_meta, outlined, sent, unsendable
 from parallel_core.record import Layout, TensorSpec
-from parallel_core.state_dicts import (
-    Verdict,
-    agree_on,
-    describe,
-    entries_number,
-    named,
-    verdict_of,
-)
+from parallel_core.state_dicts import Verdict, agree_on, describe, entries_number, named, verdict_of
 from parallel_core.tensors import is_dtensor
 
 Groups = Sequence[Mapping[str, Any]]
@@ -228,6 +221,8 @@ def _value_problems(state: Mapping[str, Mapping[str, Any]], state_dict_type: Sta
                 yield from unsendable(where, value, state_dict_type)
             elif is_dtensor(value) and state_dict_type is StateDictType.FULL:
                 yield f"{where}: found a DTensor in a full state dict; pass state_dict_type='sharded'"
+            elif value.layout is not torch.strided:
+                yield f"{where}: found a sparse tensor; make it dense"
             elif value.is_meta:
                 yield f"{where}: found a tensor on the meta device, which has no values"
 

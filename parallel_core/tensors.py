@@ -35,7 +35,8 @@ def entry(value: Any, state_dict_type: StateDictType) -> Any:
 
     Args:
         value: a tensor, a DTensor, or anything else (`_extra_state`, a step count), which is copied.
-        state_dict_type: `sharded` gives the value as it is, detached; `full` a snapshot of it whole, see `snapshot`.
+        state_dict_type: `sharded` gives the value as it is, detached; `full` a snapshot of it whole, see `snapshot`. A
+            sparse tensor (the momentum of an embedding with sparse gradients) comes dense from both.
 
     Raises:
         StateDictError: a value can't be copied.
@@ -48,6 +49,8 @@ def entry(value: Any, state_dict_type: StateDictType) -> Any:
                 f"a {type(value).__name__} in the state can't be copied: {type(error).__name__}: {error}; keep plain "
                 f"values there"
             ) from error
+    if value.layout is not torch.strided:
+        value = value.to_dense()
     if state_dict_type is StateDictType.SHARDED:
         return value.detach()
     return snapshot(value.full_tensor() if is_dtensor(value) else value)

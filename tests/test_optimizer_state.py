@@ -174,6 +174,30 @@ def test_training_goes_on_after_a_round_trip_as_if_there_had_been_none(make: Mak
         assert found.equal(expected)
 
 
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_the_momentum_of_sparse_gradients_is_saved_dense(kind: str) -> None:
+    def started() -> tuple[nn.Embedding, torch.optim.SGD]:
+        model = nn.Embedding(4, 2, sparse=True, _weight=torch.ones(4, 2))
+        return model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+
+    def train(model: nn.Embedding, optimizer: torch.optim.SGD) -> Tensor:
+        optimizer.zero_grad()
+        model(torch.tensor([1, 1, 2])).sum().backward()
+        optimizer.step()
+        return model.weight.detach().clone()
+
+    model, optimizer = started()
+    train(model, optimizer)
+    state = optimizer_state_dict(model, optimizer, kind)
+    assert torch.equal(
+        state["state"]["weight"]["momentum_buffer"], torch.tensor([[0.0] * 2, [2.0] * 2, [1.0] * 2, [0.0] * 2])
+    )
+    other, restored = started()
+    other.load_state_dict(model.state_dict())
+    load_optimizer_state_dict(other, restored, state, kind)
+    assert torch.equal(train(other, restored), train(model, optimizer))
+
+
 @each_optimizer
 @pytest.mark.parametrize("steps", [0, 1])
 def test_reading_changes_nothing_before_the_first_step_as_well(make: Make, steps: int) -> None:

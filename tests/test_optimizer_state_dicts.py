@@ -190,6 +190,10 @@ MISFITS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: saved(put("state", "0.bias", "exp_avg", torch.ones(9))),
         "'0.bias', 'exp_avg': wrong shape: the model's parameter is float32[4], the state float32[9]",
     ),
+    "a sparse tensor": (
+        lambda: saved(put("state", "0.bias", "exp_avg", torch.ones(4).to_sparse())),
+        "'0.bias', 'exp_avg': found a sparse tensor; make it dense",
+    ),
     "no values": (
         lambda: saved(put("state", "0.bias", "exp_avg", torch.ones(4, device="meta"))),
         "'0.bias', 'exp_avg': found a tensor on the meta device, which has no values",

@@ -76,6 +76,16 @@ def test_what_is_no_norm_is_refused(arguments: tuple[Any, ...], told: str) -> No
     assert str(caught.value) == told
 
 
+def test_sparse_gradients_are_not_clipped() -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    model(torch.tensor([1, 1])).sum().backward()
+    with pytest.raises(TrainingError) as caught:
+        clip_grad_norm(model, 1.0)
+    assert str(caught.value) == (
+        "there are sparse gradients, whose norm torch can't take; set sparse=False, or do not clip"
+    )
+
+
 @pytest.mark.parametrize("arguments", [(1,), (torch.tensor(1.0),), (math.inf,), (0,), (1.0, math.inf), (1.0, 0)])
 def test_every_number_that_is_a_norm_is_taken(arguments: tuple[Any, ...]) -> None:
     model = nn.Linear(2, 1)
