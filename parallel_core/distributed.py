@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_core import ranks
+from parallel_core.config import DistributedConfigBase
 from parallel_core.errors import ProcessGroupError
 from parallel_core.wrapping import local_device
 
@@ -61,9 +62,11 @@ def process_group(config: DistributedConfig) -> Iterator[Group]:
         config: `backend` and `timeout_seconds` are used.
 
     Raises:
-        ProcessGroupError: the launcher's variables are incomplete or wrong, the backend can't work on this machine, or
-            the ranks don't find each other in time.
+        ProcessGroupError: that is no config, the launcher's variables are incomplete or wrong, the backend can't work
+            on this machine, or the ranks don't find each other in time.
     """
+    if not isinstance(config, DistributedConfigBase):
+        raise ProcessGroupError(f"expected a DistributedConfig, found {type(config).__name__}; load_config makes one")
     made_here = _join(config)
     try:
         yield Group(ranks.rank(), int(os.environ.get("LOCAL_RANK", "0")), ranks.world_size(), local_device(config))

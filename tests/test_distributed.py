@@ -62,6 +62,13 @@ def test_with_no_launcher_this_is_a_world_of_one_with_no_group() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(("passed", "kind"), [("nccl", "str"), (None, "NoneType"), ({"backend": "gloo"}, "dict")])
+def test_what_is_no_config_is_refused(passed: Any, kind: str) -> None:
+    with pytest.raises(ProcessGroupError) as caught, process_group(passed):
+        pytest.fail("the block must not be entered")
+    assert str(caught.value) == f"expected a DistributedConfig, found {kind}; load_config makes one"
+
+
 def test_an_address_left_over_in_a_shell_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
