@@ -118,9 +118,9 @@ def _parse(path: Path) -> Any:
     if suffix not in _PARSERS:
         found = f"found {path.suffix!r}" if suffix else "found no ending"
         raise _UnreadableError(f"expected a file that ends in .toml, .yaml, .yml or .json, {found}")
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise _UnreadableError("expected a file, found a pipe or a device")  # which may never have an end
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise _UnreadableError("expected a file, found a pipe or a device")  # which may never have an end
         # A byte order mark, which some editors write, is no part of the text.
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:

@@ -89,6 +89,12 @@ def test_an_invalid_configuration_is_exit_code_2_and_all_its_problems_on_stderr(
     )
 
 
+def test_a_file_whose_name_is_too_long_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"{'a' * 300}.toml"
+    assert main(["config", name]) == 2
+    assert capsys.readouterr().err == f"error: {name}: can't be read: File name too long\n"
+
+
 @pytest.mark.parametrize("arguments", [[], ["config", "--nope"], ["strategies", "more"], ["nope"]])
 def test_wrong_arguments_are_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -306,12 +306,17 @@ def test_what_is_no_readable_file_is_an_error_of_it(monkeypatch: pytest.MonkeyPa
     Path("latin.toml").write_bytes('backend = "gl\N{LATIN SMALL LETTER O WITH DIAERESIS}"'.encode("latin-1"))
     assert problems_of("latin.toml") == ("latin.toml: expected text in UTF-8, found the byte 0xf6",)
     assert problems_of("nul\0.toml") == ("nul\0.toml: can't be read: embedded null byte",)
+    assert problems_of("latin.toml/a.toml") == ("latin.toml/a.toml: can't be read: Not a directory",)
+    for length in (300, 5000):
+        name = f"{'a' * length}.toml"
+        assert problems_of(name) == (f"{name}: can't be read: File name too long",)
 
-    def refuse(path: Path) -> bytes:
+    def refuse(path: Path) -> object:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    assert problems_of("secret.toml") == ("secret.toml: can't be read: Permission denied",)
+    for method in ("read_bytes", "stat"):  # the file, and the folder that it is in
+        monkeypatch.setattr(Path, method, refuse)
+        assert problems_of("secret.toml") == ("secret.toml: can't be read: Permission denied",)
 
 
 def test_yaml_without_its_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,13 @@ def test_a_folder_is_made_in_one_that_is_there(working_directory: Path) -> None:
     assert not list(working_directory.iterdir())
 
 
+@pytest.mark.parametrize("folder", ["a" * 300, f"{'a' * 300}/new", "a\0b"])
+def test_a_name_that_no_folder_can_have_is_refused(folder: str, working_directory: Path) -> None:
+    with pytest.raises(StrategyError, match=r"can't be written: .*(name too long|null byte).*; name another with"):
+        write_skeleton("sketch", Path(folder))
+    assert not list(working_directory.iterdir())
+
+
 def test_a_write_that_fails_leaves_nothing(working_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_text = Path.write_text
 

@@ -69,9 +69,10 @@ def consolidate(
     if dtype is not None and dtype not in DTYPES.values():
         raise CheckpointError(f"dtype: expected one of {', '.join(map(str, DTYPES.values()))} or None, found {dtype!r}")
     place = checkpoint_path(target)
-    check_place(place)
-    if place.parent.is_dir():
-        clean(place.parent)  # before anything is read: it puts folders back under their names
+    with told_of(place):
+        check_place(place)
+        if place.parent.is_dir():
+            clean(place.parent)  # before anything is read: it puts folders back under their names
     saved = open_saved(source)
     if not saved.is_checkpoint:
         raise CheckpointError(

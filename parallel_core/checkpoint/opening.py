@@ -23,7 +23,7 @@ from parallel_core.checkpoint.manifest import (
 )
 from parallel_core.checkpoint.safetensors_format import Header, read_header
 from parallel_core.checkpoint.sense import is_plain_name
-from parallel_core.checkpoint.untrusted import open_file, parsed, read_file, size_of
+from parallel_core.checkpoint.untrusted import open_file, parsed, read_file, size_of, told_of_reading
 from parallel_core.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -57,11 +57,12 @@ def open_saved(path: str | os.PathLike[str]) -> Saved:
         CheckpointError: there is no such thing, or it is damaged.
     """
     place = path_of(path, "path")
-    folder = standing(place)
-    if (folder / MANIFEST).exists() or not folder.exists():
-        return Saved(place, folder, read_manifest(folder), is_checkpoint=True)
-    files = weight_files(folder)
-    return Saved(place, files[0].parent, _manifest_of(files), is_checkpoint=False)
+    with told_of_reading(place):
+        folder = standing(place)
+        if (folder / MANIFEST).exists() or not folder.exists():
+            return Saved(place, folder, read_manifest(folder), is_checkpoint=True)
+        files = weight_files(folder)
+        return Saved(place, files[0].parent, _manifest_of(files), is_checkpoint=False)
 
 
 def check_sizes(saved: Saved) -> None:
@@ -99,14 +100,11 @@ def hash_of(path: Path, told: Callable[[int], None] | None = None) -> str:
     """
     digest = hashlib.sha256()
     block = bytearray(_BLOCK)
-    try:
-        with os.fdopen(open_file(path), "rb", buffering=0) as file:
-            while count := file.readinto(block):
-                digest.update(memoryview(block)[:count])
-                if told is not None:
-                    told(count)
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
+    with told_of_reading(path), os.fdopen(open_file(path), "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(memoryview(block)[:count])
+            if told is not None:
+                told(count)
     return digest.hexdigest()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,16 +16,27 @@ from parallel_core.errors import CheckpointError
 _T = TypeVar("_T")
 
 
+@contextmanager
+def told_of_reading(path: Path) -> Iterator[None]:
+    """Say what could not be read.
+
+    Raises:
+        CheckpointError: the block failed with an error of the system: a name is too long, say.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from error
+
+
 def size_of(path: Path) -> int:
     """Return the size of a file, in bytes.
 
     Raises:
         CheckpointError: there is none, or it is something else: to open a pipe is to wait for somebody who writes.
     """
-    try:
+    with told_of_reading(path):
         found = path.stat()
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
     if not stat.S_ISREG(found.st_mode):
         what = "Is a directory" if stat.S_ISDIR(found.st_mode) else "it is a pipe or a device"
         raise CheckpointError(f"{path} can't be read: {what}")
@@ -37,10 +50,8 @@ def open_file(path: Path) -> int:
         CheckpointError: as `size_of`.
     """
     size_of(path)
-    try:
+    with told_of_reading(path):
         return os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
 
 
 def read_file(path: Path) -> bytes:
@@ -50,10 +61,8 @@ def read_file(path: Path) -> bytes:
         CheckpointError: as `size_of`.
     """
     size_of(path)
-    try:
+    with told_of_reading(path):
         return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
 
 
 def parsed(text: bytes | msgspec.Raw, kind: type[_T], problem: str) -> _T:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from parallel_core.checkpoint.folder import standing
+from parallel_core.checkpoint.folder import path_of, standing
 from parallel_core.checkpoint.manifest import MANIFEST, Manifest, SavedFile, Section, is_intact
 from parallel_core.checkpoint.opening import INDEX, Saved, hash_of, header_of, open_saved, read_index, weight_files
 from parallel_core.checkpoint.safetensors_format import TensorInfo, stored
-from parallel_core.checkpoint.untrusted import read_file, size_of
+from parallel_core.checkpoint.untrusted import read_file, size_of, told_of_reading
 from parallel_core.errors import CheckpointError
 
 Told = Callable[[int, int], None]
@@ -47,14 +47,16 @@ def verify(path: str | os.PathLike[str], told: Told = nobody) -> Verdict:
     Raises:
         CheckpointError: there is no such thing, or it can't be told what belongs to it.
     """
-    folder = standing(Path(path).absolute())
-    if folder.is_file() and folder.suffix != ".safetensors":
-        raise CheckpointError(f"{path} is a file, expected a checkpoint's folder or a .safetensors file")
-    if folder.exists() and not (folder / MANIFEST).exists():
-        return _verify_weights(folder)
-    if (folder / MANIFEST).is_file() and not is_intact(read_file(folder / MANIFEST)):
-        reason = "it is not as it was written, so there is nothing to compare the other files with"
-        return Verdict({MANIFEST: reason})
+    place = path_of(path, "path")
+    with told_of_reading(place):
+        folder = standing(place)
+        if folder.is_file() and folder.suffix != ".safetensors":
+            raise CheckpointError(f"{path} is a file, expected a checkpoint's folder or a .safetensors file")
+        if folder.exists() and not (folder / MANIFEST).exists():
+            return _verify_weights(folder)
+        if (folder / MANIFEST).is_file() and not is_intact(read_file(folder / MANIFEST)):
+            reason = "it is not as it was written, so there is nothing to compare the other files with"
+            return Verdict({MANIFEST: reason})
     verdict = verify_files(open_saved(path), told)
     verdict.good.append(MANIFEST)
     return verdict

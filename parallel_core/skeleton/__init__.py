@@ -44,11 +44,13 @@ def write_skeleton(name: str, folder: Path | None = None) -> list[Path]:
     folder = Path(f"parallel-core-{name}") if folder is None else folder
     if os.path.lexists(folder):  # a link that leads nowhere counts too
         raise StrategyError(f"{folder} is there already, and nothing is overwritten; name another with --folder")
-    if not folder.parent.is_dir():
-        raise StrategyError(f"there is no folder {folder.parent} to make {folder.name} in; make it, or name another")
     values = {"name": name, "class_name": name.capitalize(), "core": _requirement()}
     texts = {Template(path).substitute(values): _template(source).substitute(values) for path, source in FILES.items()}
     try:
+        if not folder.parent.is_dir():
+            raise StrategyError(
+                f"there is no folder {folder.parent} to make {folder.name} in; make it, or name another"
+            )
         # Made beside its place and moved there: the folder is there with all of its files, or not at all.
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
             made = Path(temporary, folder.name)
@@ -56,7 +58,7 @@ def write_skeleton(name: str, folder: Path | None = None) -> list[Path]:
                 (made / path).parent.mkdir(parents=True, exist_ok=True)
                 (made / path).write_text(text, encoding="utf-8")
             made.rename(folder)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a ValueError is a name that no folder can have
         raise StrategyError(f"{folder} can't be written: {error}; name another with --folder") from error
     return [folder / path for path in texts]
 

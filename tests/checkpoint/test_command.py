@@ -380,6 +380,49 @@ def test_what_is_no_checkpoint_is_exit_code_2(
         assert reason in err
 
 
+NEEDING_A_CHECKPOINT = (
+    ["inspect", "{}"],
+    ["verify", "{}"],
+    ["diff", "{}", "{}"],
+    ["consolidate", "{}", "target"],
+)
+
+
+@pytest.mark.parametrize("arguments", [*NEEDING_A_CHECKPOINT, ["consolidate", "nope", "{}/target"]], ids=" ".join)
+@pytest.mark.parametrize("name", ["a" * 300, f"{'a' * 300}/step-1", "/".join(["a" * 200] * 30)], ids=len)
+def test_a_name_that_is_too_long_is_exit_code_2(
+    arguments: list[str],
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Callable[..., tuple[int, str, str]],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = command(*(argument.format(name) for argument in arguments))
+    assert (code, out) == (2, "")
+    assert re.fullmatch(rf"error: {tmp_path}/{name}(/target)? can't be (read|written): File name too long\n", err)
+
+
+@pytest.mark.parametrize("arguments", NEEDING_A_CHECKPOINT, ids=" ".join)
+def test_a_checkpoint_that_may_not_be_looked_at_is_exit_code_2(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Callable[..., tuple[int, str, str]],
+) -> None:
+    secret, stat = tmp_path / "secret", Path.stat
+
+    def refuse(path: Path, **options: Any) -> os.stat_result:
+        if path.is_relative_to(secret):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "stat", refuse)
+    code, out, err = command(*(argument.format(secret) for argument in arguments))
+    assert (code, out, err) == (2, "", f"error: {secret} can't be read: Permission denied\n")
+
+
 def test_progress_is_shown_on_a_terminal_alone(
     saved: Path, command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,3 +160,5 @@ def test_a_folder_that_can_t_be_looked_into_is_told(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"x can't be read: File name too long$"):
         parallel_core.latest_checkpoint(tmp_path / ("x" * 300))
     assert "can't be written: File name too long" in refusal(tmp_path / ("x" * 300) / "step-1")
+    with pytest.raises(CheckpointError, match=r"/x+ can't be read: File name too long$"):
+        parallel_core.load_checkpoint(tmp_path / ("x" * 300), nn.Linear(2, 2))
