@@ -93,7 +93,8 @@ class StrategyConfig(ValidatedStruct):
     a subclass may define. In `DistributedConfig` the fields carry the strategy's name before their own.
 
     Raises:
-        ConfigError: what was given is not valid; all that is wrong is listed.
+        ConfigError: what was given is not valid; all that is wrong is listed. What `replace` and `convert` refuse by
+            themselves is an error of msgspec's: a name that is no field, and by `convert` a wrong value.
     """
 
     def lost_if_declined(self) -> Iterable[str]:
