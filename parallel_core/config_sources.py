@@ -182,7 +182,10 @@ def _parse_yaml(text: str) -> Any:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        raise _UnreadableError(f"not valid YAML: {error.problem or error.context}{where}") from None
+        problem = error.problem or error.context
+        if error.problem and error.context and error.problem.startswith("but "):  # the context is half of the sentence
+            problem = f"{error.context}, {error.problem}"
+        raise _UnreadableError(f"not valid YAML: {problem}{where}") from None
     except RecursionError:
         raise
     except Exception as error:

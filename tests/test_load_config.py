@@ -256,6 +256,14 @@ def test_a_problem_in_a_table_says_the_table_too(text: str, problem: str) -> Non
                 "(at line 2, column 1)"
             ),
         ),
+        (
+            "a.yaml",
+            "backend: gloo\n---\nbackend: nccl",
+            (
+                "not valid YAML: expected a single document in the stream, but found another document "
+                "(at line 2, column 1)"
+            ),
+        ),
         ("a.yaml", "a: !!bool x", "not valid YAML: KeyError: 'x'"),
         (
             "a.yaml",
