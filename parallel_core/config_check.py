@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallel_core.config_sources import Setting
+from parallel_core.config_sources import ENVIRONMENT_PREFIX, Setting
 from parallel_core.conversion import MismatchError, convert, convert_text
 from parallel_core.errors import ConfigError, StrategyError
 from parallel_core.registry import describe_installed
@@ -70,7 +71,7 @@ class SettingsChecker:
             except (MismatchError, StrategyError) as error:
                 checked.problems.append(f"{setting.place}: {error}")
                 checked.cause = checked.cause or (error if isinstance(error, StrategyError) else None)
-                doubtful.add(setting.name.partition("_")[0])
+                doubtful.add(_folded(setting.name).partition("_")[0])
         for strategy in self.strategies:
             # Where a setting is wrong by itself, the rules would only speak about the default in its place.
             if strategy not in doubtful:
@@ -102,7 +103,7 @@ class SettingsChecker:
         return value
 
     def _unknown(self, setting: Setting) -> MismatchError | StrategyError:
-        strategy = setting.name.lower().partition("_")[0]
+        strategy = _folded(setting.name).partition("_")[0]
         for available in available_strategies():
             if available.name == strategy and available.error:
                 return available.error
@@ -118,8 +119,9 @@ class SettingsChecker:
             allowed = f"allowed are {', '.join(own)}" if own else "it has no settings"
             return MismatchError(f"unknown setting of strategy {strategy!r}; {allowed}{hint}")
         strategies = ", ".join(map(repr, self.strategies))
-        has_prefix = "_" in setting.name and not (nearest or "").endswith(f"_{setting.name}")
-        if has_prefix and nearest not in CORE_FIELDS:
+        # As it was written: `deepspeed.stage` names no strategy.
+        has_prefix = strategy and f"{strategy}_" in setting.name.lower()
+        if has_prefix and not (nearest or "").endswith(f"_{setting.name}") and nearest not in CORE_FIELDS:
             installed = f"installed are {strategies}" if strategies else describe_installed()
             return MismatchError(f"unknown setting; strategy {strategy!r} is not installed: {installed}{hint}")
         core = ", ".join(repr(setting.spell(name)) for name in CORE_FIELDS)
@@ -127,7 +129,7 @@ class SettingsChecker:
         return MismatchError(f"unknown setting; allowed are {core}{others}{hint}")
 
     def _nearest(self, name: str) -> str | None:
-        folded = name.lower().replace("-", "_")
+        folded = _folded(name)
         # First a right name with a wrong prefix, with none, or with a part of it only: these differ from what is meant
         # by too many letters for a comparison letter by letter.
         named = [f"{strategy}_{rest}" for strategy in self.strategies for rest in (folded, folded.partition("_")[2])]
@@ -137,6 +139,11 @@ class SettingsChecker:
             folded, self.types, n=1
         )
         return near[0] if near else None
+
+
+def _folded(name: str) -> str:
+    """Return a name as it may have been meant: as in a file, in small letters, with `_` between its parts."""
+    return re.sub("[-.]", "_", name.lower()).removeprefix(ENVIRONMENT_PREFIX.lower())
 
 
 def _is_of(name: str, strategy: str) -> bool:

@@ -481,6 +481,42 @@ def test_the_environment_is_the_process_s_own_if_none_is_given(monkeypatch: pyte
                 "did you mean 'backend'?"
             ),
         ),
+        (
+            "fsdp.cpu_offload=true",
+            (
+                f"override 'fsdp.cpu_offload=true': unknown setting of strategy 'fsdp'; allowed are {FSDP_FIELDS}; "
+                "did you mean 'fsdp_cpu_offload'?"
+            ),
+        ),
+        (
+            "train.lr_decay=1",
+            f"override 'train.lr_decay=1': unknown setting; allowed are {CORE} and the settings of 'ddp', 'fsdp'",
+        ),
+        (
+            "PARALLEL_CORE_=1",
+            f"override 'PARALLEL_CORE_=1': unknown setting; allowed are {CORE} and the settings of 'ddp', 'fsdp'",
+        ),
+        (
+            "fsdp3-cpu_offload=true",
+            (
+                f"override 'fsdp3-cpu_offload=true': unknown setting; allowed are {CORE} and the settings of 'ddp', "
+                "'fsdp'; did you mean 'fsdp_cpu_offload'?"
+            ),
+        ),
+        (
+            "PARALLEL_CORE_BACKEND=gloo",
+            (
+                f"override 'PARALLEL_CORE_BACKEND=gloo': unknown setting; allowed are {CORE} and the settings of "
+                "'ddp', 'fsdp'; did you mean 'backend'?"
+            ),
+        ),
+        (
+            "PARALLEL_CORE_FSDP_CPU_OFFLOAD=true",
+            (
+                "override 'PARALLEL_CORE_FSDP_CPU_OFFLOAD=true': unknown setting of strategy 'fsdp'; allowed are "
+                f"{FSDP_FIELDS}; did you mean 'fsdp_cpu_offload'?"
+            ),
+        ),
         ("=gloo", f"override '=gloo': unknown setting; allowed are {CORE} and the settings of 'ddp', 'fsdp'"),
         (
             "parallel_strategy=dpp",
