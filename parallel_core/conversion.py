@@ -20,6 +20,9 @@ __all__ = ["MismatchError", "convert", "convert_text"]
 _PLAIN = (bool, int, float, str, types.NoneType)
 _TRUTHS = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
 
+# What torch calls them is too far from these for a comparison letter by letter.
+_DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+
 
 class MismatchError(ValueError):
     """A value does not fit its setting; the text says `expected ..., found ...`."""
@@ -130,7 +133,8 @@ def _hint(value: object, annotation: Any, *, of_text: bool) -> str:
     if not set(value) & set("[]\"'") and _fits(listed, annotation):
         return f"; write {json.dumps(listed)}"
     choices = [choice for leaf in leaves for choice in choices_of(leaf) if isinstance(choice, str)]
-    return f"; did you mean {value.lower()!r}?" if value.lower() in choices else did_you_mean(value, choices)
+    meant = _DTYPES.get(value.lower().removeprefix("torch."), value.lower())
+    return f"; did you mean {meant!r}?" if meant in choices else did_you_mean(value, choices)
 
 
 def _show(value: object) -> str:

@@ -146,6 +146,14 @@ def test_the_module_has_no_other_names_made_up_on_the_way() -> None:
             {"fsdp_mixed_precision": "BF16"},
             "expected one of 'fp32', 'bf16' or 'fp16', found 'BF16'; did you mean 'bf16'?",
         ),
+        (
+            {"fsdp_mixed_precision": "float16"},
+            "expected one of 'fp32', 'bf16' or 'fp16', found 'float16'; did you mean 'fp16'?",
+        ),
+        (
+            {"fsdp_mixed_precision": "torch.bfloat16"},
+            "expected one of 'fp32', 'bf16' or 'fp16', found 'torch.bfloat16'; did you mean 'bf16'?",
+        ),
         ({"fsdp_mixed_precision": None}, "expected one of 'fp32', 'bf16' or 'fp16', found None"),
         ({"fsdp_auto_wrap_min_params": -1}, "expected an integer >= 0, found -1"),
         ({"fsdp_auto_wrap_min_params": 1e7}, "expected an integer >= 0, found 10000000.0; write 10_000_000"),
