@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parallel_core.conversion import shown
 from parallel_core.errors import did_you_mean
 
 __all__ = ["ENVIRONMENT_PREFIX", "Setting", "read_environment", "read_file", "read_overrides"]
@@ -66,12 +68,13 @@ def read_file(path: object, table: object) -> list[Setting | str]:
         return [f"{path}: {problem}"]
     found: list[Setting | str] = []
     for key, value in content.items():
-        name = f"{table}.{key}" if table else str(key)
+        told = key if isinstance(key, str) else shown(key)
+        name = f"{table}.{told}" if table else told
         if isinstance(key, str):
             inner = name if isinstance(value, dict) else None
             found.append(Setting(key, f"{path}: {name}", value, origin=str(path), table=inner))
         else:
-            found.append(f"{path}: {name}: expected the name of a setting, found {key!r}")
+            found.append(f"{path}: {name}: expected the name of a setting, found {told}")
     return found
 
 
@@ -144,7 +147,7 @@ def _parse_toml(text: str) -> Any:
     except ValueError as error:  # its text ends with line and column, but for an error at the very end
         lines = len(text.splitlines())
         problem = str(error).replace("(at end of document)", f"(at the end, line {lines})")
-        raise _UnreadableError(f"not valid TOML: {problem}") from None
+        raise _UnreadableError(f"not valid TOML: {_digits_problem(error) or problem}") from None
 
 
 def _parse_json(text: str) -> Any:
@@ -153,8 +156,8 @@ def _parse_json(text: str) -> Any:
     except json.JSONDecodeError as error:
         where = f"(at line {error.lineno}, column {error.colno})"
         raise _UnreadableError(f"not valid JSON: {error.msg} {where}") from None
-    except ValueError as error:  # an integer of thousands of digits
-        raise _UnreadableError(f"not valid JSON: {error}") from None
+    except ValueError as error:
+        raise _UnreadableError(f"not valid JSON: {_digits_problem(error) or error}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -191,7 +194,15 @@ def _parse_yaml(text: str) -> Any:
     except Exception as error:
         # A character that YAML does not allow, a date such as 2026-02-30; `!!bool x` is a KeyError, `!!int ""` an
         # IndexError. All are faults of the file.
-        raise _UnreadableError(f"not valid YAML: {type(error).__name__}: {' '.join(str(error).split())}") from None
+        problem = _digits_problem(error) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise _UnreadableError(f"not valid YAML: {problem}") from None
+
+
+def _digits_problem(error: Exception) -> str | None:
+    """Return in words that an integer is too long for Python, whose own advice is for a program and not for a file."""
+    if "set_int_max_str_digits" not in str(error):
+        return None
+    return f"found an integer of more than {sys.get_int_max_str_digits()} digits"
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {
@@ -226,4 +237,4 @@ def _find_table(content: Any, table: str | None) -> dict[Any, Any]:
 
 
 def _kind(value: object) -> str:
-    return "a list" if isinstance(value, list) else repr(value)
+    return "a list" if isinstance(value, list) else shown(value)

@@ -15,7 +15,7 @@ import msgspec
 from parallel_core.errors import did_you_mean
 from parallel_core.field_types import choices_of, describe_type, leaves_of
 
-__all__ = ["MismatchError", "convert", "convert_text"]
+__all__ = ["MismatchError", "convert", "convert_text", "shown"]
 
 _PLAIN = (bool, int, float, str, types.NoneType)
 _TRUTHS = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
@@ -88,6 +88,8 @@ def _check_plain(value: object, annotation: Any) -> None:
         raise ValueError("not a plain value")
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError("not a finite number")
+    elif isinstance(value, int):
+        repr(value)  # a ValueError where it has thousands of digits: no config with it could be printed
 
 
 def _read_toml(text: str) -> Iterator[Any]:
@@ -105,7 +107,7 @@ def _read_toml(text: str) -> Iterator[Any]:
 
 def _mismatch(found: object, annotation: Any, reading: object, *, of_text: bool = False) -> MismatchError:
     hint = _hint(reading, annotation, of_text=of_text)
-    return MismatchError(f"expected {describe_type(annotation)}, found {_show(found)}{hint}")
+    return MismatchError(f"expected {describe_type(annotation)}, found {shown(found)}{hint}")
 
 
 def _hint(value: object, annotation: Any, *, of_text: bool) -> str:
@@ -137,7 +139,12 @@ def _hint(value: object, annotation: Any, *, of_text: bool) -> str:
     return f"; did you mean {meant!r}?" if meant in choices else did_you_mean(value, choices)
 
 
-def _show(value: object) -> str:
-    shown = repr(value)
-    shown = " ".join(shown.split()) if "\n" in shown else shown
-    return shown if len(shown) <= 200 else f"{shown[:200]}..."
+def shown(value: object) -> str:
+    """Return a value as an error shows it: in one line, and cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # a file can say it in hexadecimal, and Python does not write it in decimal
+        text = "an integer of thousands of digits"
+        return text if isinstance(value, int) else f"a {type(value).__name__} with {text}"
+    text = " ".join(text.split()) if "\n" in text else text
+    return text if len(text) <= 200 else f"{text[:200]}..."

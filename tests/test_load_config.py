@@ -297,8 +297,25 @@ def test_each_format_s_own_mistakes_are_found(name: str, text: str, problem: str
 def test_an_integer_of_thousands_of_digits_is_an_error_of_the_file() -> None:
     for name, text in (("a.toml", "x = {}"), ("a.yaml", "x: {}"), ("a.json", '{{"x": {}}}')):
         Path(name).write_text(text.format("9" * 5000))
-        (problem,) = problems_of(name)
-        assert problem.startswith(f"{name}: not valid {name[2:].upper()}: ")
+        problem = f"{name}: not valid {name[2:].upper()}: found an integer of more than 4300 digits"
+        assert problems_of(name) == (problem,)
+
+
+def test_an_integer_of_thousands_of_digits_in_hexadecimal_is_no_value() -> None:
+    digits = f"0x{'f' * 5000}"
+    found = "an integer of thousands of digits"
+    Path("a.toml").write_text(
+        f"backend = {digits}\nddp_bucket_cap_mb = [{digits}]\nfsdp_auto_wrap_min_params = {digits}"
+    )
+    assert problems_of("a.toml") == (
+        f"a.toml: backend: expected one of 'auto', 'nccl' or 'gloo', found {found}",
+        f"a.toml: ddp_bucket_cap_mb: expected a number > 0 or null, found a list with {found}",
+        f"a.toml: fsdp_auto_wrap_min_params: expected an integer >= 0, found {found}",
+    )
+    Path("a.yaml").write_text(digits)
+    assert problems_of("a.yaml") == (f"a.yaml: expected settings at the top, found {found}",)
+    Path("a.yaml").write_text(f"? {digits}\n: 1")
+    assert problems_of("a.yaml") == (f"a.yaml: {found}: expected the name of a setting, found {found}",)
 
 
 def test_a_missing_file_says_where_it_was_looked_for(tmp_path: Path) -> None:
