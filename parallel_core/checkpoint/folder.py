@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from parallel_core.checkpoint.file_system import exchange, lock, sync
 from parallel_core.checkpoint.manifest import MANIFEST, Manifest, has_manifest, read_manifest
@@ -28,12 +29,13 @@ _WRITTEN = re.compile(
 )
 
 
-def path_of(path: str | os.PathLike[str], what: str) -> Path:
+def path_of(path: Any, what: str, *, if_none: str = "") -> Path:
     """Return what a caller has named as an absolute path.
 
     Args:
-        path: what was passed.
+        path: what was passed, which may be no path.
         what: the argument's name.
+        if_none: what the error says besides, where None was passed.
 
     Raises:
         CheckpointError: it is no name that a folder can have.
@@ -41,7 +43,7 @@ def path_of(path: str | os.PathLike[str], what: str) -> Path:
     with suppress(TypeError, ValueError):  # of another kind than text, or text that no file system can have
         if os.fspath(path) and b"\0" not in os.fsencode(path):
             return Path(path).absolute()
-    raise CheckpointError(f"{what}: expected the name of a folder, found {path!r}")
+    raise CheckpointError(f"{what}: expected the name of a folder, found {path!r}{if_none if path is None else ''}")
 
 
 def checkpoint_path(path: str | os.PathLike[str]) -> Path:

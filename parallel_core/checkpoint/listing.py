@@ -10,6 +10,7 @@ from pathlib import Path
 
 from parallel_core.checkpoint.folder import REPLACED, SAVING, beside, moved, path_of, standing, strangers
 from parallel_core.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from parallel_core.checkpoint.untrusted import told_of_reading
 from parallel_core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -23,13 +24,15 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
             damaged manifest, do not count. A link to a checkpoint does, after the checkpoint itself.
 
     Raises:
-        CheckpointError: the folder can't be read, or that is no name of one.
+        CheckpointError: the folder can't be read, is a file, or that is no name of one.
     """
     place = path_of(folder, "folder")
-    try:
+    with told_of_reading(place):
+        try:
+            os.scandir(place).close()  # as a glob finds nothing in a file, and in a folder that may not be read
+        except FileNotFoundError:
+            return None
         found = _complete(place)
-    except OSError as error:
-        raise CheckpointError(f"{place} can't be read: {error.strerror}") from error
     return found[-1][0] if found else None
 
 

@@ -56,7 +56,8 @@ def open_saved(path: str | os.PathLike[str]) -> Saved:
     Raises:
         CheckpointError: there is no such thing, or it is damaged.
     """
-    place = path_of(path, "path")
+    none_yet = ", which latest_checkpoint returns where there is no checkpoint yet; start from the beginning then"
+    place = path_of(path, "path", if_none=none_yet)
     with told_of_reading(place):
         folder = standing(place)
         if (folder / MANIFEST).exists() or not folder.exists():

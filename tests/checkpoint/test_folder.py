@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -162,3 +163,22 @@ def test_a_folder_that_can_t_be_looked_into_is_told(tmp_path: Path) -> None:
     assert "can't be written: File name too long" in refusal(tmp_path / ("x" * 300) / "step-1")
     with pytest.raises(CheckpointError, match=r"/x+ can't be read: File name too long$"):
         parallel_core.load_checkpoint(tmp_path / ("x" * 300), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["notes", "notes/runs"])
+def test_a_file_is_no_folder_without_checkpoints(tmp_path: Path, name: str) -> None:
+    (tmp_path / "notes").touch()
+    with pytest.raises(CheckpointError) as caught:
+        parallel_core.latest_checkpoint(tmp_path / name)
+    assert str(caught.value) == f"{tmp_path / name} can't be read: Not a directory"
+
+
+def test_a_folder_that_may_not_be_read_is_no_folder_without_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> object:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(CheckpointError, match=r"can't be read: Permission denied$"):
+        parallel_core.latest_checkpoint(tmp_path)

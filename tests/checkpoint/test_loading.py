@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import parallel_core
-from parallel_core import DistributedConfig, ParallelCoreError, load_checkpoint, save_checkpoint
+from parallel_core import DistributedConfig, ParallelCoreError, latest_checkpoint, load_checkpoint, save_checkpoint
 from parallel_core import ranks as collective
 from parallel_core.cli import main
 from parallel_core.errors import CheckpointError
@@ -398,9 +398,16 @@ def test_a_counter_of_odd_numbers_comes_back(tmp_path: Path) -> None:
     assert "$counter" in json.loads((tmp_path / "a" / "manifest.json").read_text())["extra"]
 
 
-@pytest.mark.parametrize("path", [None, "", "nul\0", 3])
+def test_none_is_told_as_what_latest_checkpoint_returns(tmp_path: Path) -> None:
+    path: Any = latest_checkpoint(tmp_path)
+    assert message_of(lambda: load_checkpoint(path, nn.Linear(2, 2))) == (
+        "CheckpointError: path: expected the name of a folder, found None, which latest_checkpoint returns where there "
+        "is no checkpoint yet; start from the beginning then"
+    )
+
+
+@pytest.mark.parametrize("path", ["", "nul\0", 3])
 def test_what_can_t_be_a_path_is_named(path: Any) -> None:
-    """None is what `latest_checkpoint` returns where there is no checkpoint."""
     assert message_of(lambda: load_checkpoint(path, nn.Linear(2, 2))) == (
         f"CheckpointError: path: expected the name of a folder, found {path!r}"
     )
