@@ -61,7 +61,10 @@ def chosen_device(asked: torch.device | str | None, config: DistributedConfig) -
         return local_device(config)
     try:
         device = torch.device(asked)
-    except (RuntimeError, TypeError) as error:
+    except TypeError as error:  # what torch says of it is a list of signatures
+        hint = "; pass its .device" if isinstance(getattr(asked, "device", None), torch.device) else ""
+        raise WrapError(f"device: expected a torch.device or its name, found {asked!r}{hint}") from error
+    except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise WrapError(f"device: expected a torch.device or its name, found {asked!r} ({reason})") from error
     if device.type == "cpu":

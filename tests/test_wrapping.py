@@ -16,6 +16,7 @@ from torch import nn
 import parallel_core
 from parallel_core import WrapError, wrap_model_for_training, wrap_optimizer
 from parallel_core import ranks as core
+from parallel_core.distributed import Group
 from parallel_core.errors import ParallelCoreError
 from parallel_core.record import find_record, inner_module
 from parallel_core.registry import registrations
@@ -505,9 +506,18 @@ def test_a_device_is_one_whatever_its_form_and_what_is_none_is_told(
     config = parallel_core.DistributedConfig(backend="gloo")
     for asked in (None, "cpu", "cpu:0", torch.device("cpu", 0)):
         assert str(chosen_device(asked, config)) == "cpu"
-    for wrong in ("gpu", "cuda:x", 1.5, nn.Linear(1, 1)):
-        with pytest.raises(WrapError, match=r"device: expected a torch\.device or its name, found"):
-            chosen_device(wrong, config)  # type: ignore[arg-type]  # the wrong type is the point
+    group: Any = Group(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    wrongs: dict[Any, str] = {
+        "cuda:x": "'cuda:x' (Invalid device string: 'cuda:x')",
+        1.5: "1.5",
+        group: f"{group}; pass its .device",
+    }
+    for wrong, found in wrongs.items():
+        with pytest.raises(WrapError) as caught:
+            chosen_device(wrong, config)
+        assert str(caught.value) == f"device: expected a torch.device or its name, found {found}"
+    with pytest.raises(WrapError, match=r"its name, found 'gpu' \(Expected one of cpu, cuda, .*: gpu\)$"):
+        chosen_device("gpu", config)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
