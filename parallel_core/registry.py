@@ -71,7 +71,8 @@ def find_registration(name: str) -> Registration:
     """Return the one claim to a strategy name.
 
     Raises:
-        StrategyError: nobody claims the name, several distributions do, or it is no valid strategy name.
+        StrategyError: nobody claims the name, several distributions do, or one does more than once; or it is no valid
+            strategy name.
     """
     claims = registrations().get(name, ())
     if not claims:
@@ -80,8 +81,14 @@ def find_registration(name: str) -> Registration:
         )
         raise StrategyError(f"unknown strategy {name!r}: {describe_installed()}{hint}")
     if len(claims) > 1:
-        claimants = " and ".join(f"{claim.distribution} {claim.version}" for claim in claims)
-        raise StrategyError(f"strategy {name!r} is claimed by {claimants}; uninstall all of them but one")
+        claimants = list(dict.fromkeys(f"{claim.distribution} {claim.version}" for claim in claims))
+        if len(claimants) == 1:
+            targets = " and ".join(repr(claim.entry_point.value) for claim in claims)
+            raise StrategyError(
+                f"strategy {name!r} is claimed more than once by {claimants[0]}, for {targets}; repair or uninstall "
+                f"{claims[0].distribution}"
+            )
+        raise StrategyError(f"strategy {name!r} is claimed by {' and '.join(claimants)}; uninstall all of them but one")
     if not STRATEGY_NAME.fullmatch(name):
         raise StrategyError(
             f"{claims[0]} can't be the name of a strategy: allowed are lower-case letters and digits, a letter first; "

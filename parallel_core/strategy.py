@@ -46,7 +46,7 @@ def bound_strategy(name: str) -> Strategy:
     """Return the installed strategy of this name, imported and checked.
 
     Raises:
-        StrategyError: it is unknown, claimed by several distributions, fails to import, or breaks the contract.
+        StrategyError: it is unknown, claimed more than once, fails to import, or breaks the contract.
     """
     registration = find_registration(name)
     return Strategy(registration, load_plugin(registration))

@@ -221,8 +221,15 @@ def test_a_claimed_name_does_not_hide_the_others_from_an_unknown_one(install_str
 
 def test_one_name_twice_in_one_distribution_is_an_error_too(install_strategy: Install) -> None:
     install_strategy("ring")
-    install_strategy("ring")
-    with pytest.raises(StrategyError, match=r"^strategy 'ring' is claimed by pc-fake 1.0 and pc-fake 1.0; "):
+    install_strategy("ring", object())
+    with pytest.raises(StrategyError) as caught:
+        bound_strategy("ring")
+    assert str(caught.value) == (
+        "strategy 'ring' is claimed more than once by pc-fake 1.0, for 'fake_ring_pc_fake' and "
+        "'fake_ring_pc_fake:plugin'; repair or uninstall pc-fake"
+    )
+    install_strategy("ring", distribution="pc-other")
+    with pytest.raises(StrategyError, match=r"is claimed by pc-(fake|other) 1\.0 and pc-(fake|other) 1\.0; uninstall"):
         bound_strategy("ring")
 
 
