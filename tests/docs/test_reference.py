@@ -111,3 +111,11 @@ def test_what_strategies_that_shard_share_is_in_the_api_reference(
     expected = {signature_of(f"{module}.{name}", value) for name, value in public.items() if inspect.isfunction(value)}
     rows = [row["function"] for row in document_at("docs/reference/api.md").rows if "function" in row]
     assert {row for row in rows if row.startswith(f"`{module}.")} == expected
+
+
+def test_the_api_reference_has_the_arguments_of_each_function(document_at: Callable[[str], Document]) -> None:
+    rows = [row["function"] for row in document_at("docs/reference/api.md").rows if "function" in row]
+    for row in (row for row in rows if "(" in row):
+        dotted = row.strip("`").partition("(")[0]
+        module, _, name = dotted.partition(".")
+        assert row == signature_of(dotted, getattr(importlib.import_module(f"parallel_core.{module}"), name))
