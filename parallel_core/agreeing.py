@@ -9,13 +9,15 @@ import hashlib
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from parallel_core import errors
 from parallel_core.errors import ParallelCoreError, RankError
 from parallel_core.messages import all_gather
+
+T = TypeVar("T")
 
 # What went wrong on a rank: the class to raise, and the message.
 Verdict = tuple[type[ParallelCoreError], str] | None
@@ -55,7 +57,8 @@ def agree(
         kind: the class raised for an error that is not one of parallel_core; its message then names the original class.
         group: as for `agreement`.
     """
-    _raise_together(all_gather(_verdict(error, kind), group), error)
+    verdict = _verdict(error, kind)
+    _raise_together(_sent(verdict, verdict, error, group), error)
 
 
 class Comparison:
@@ -91,9 +94,21 @@ def comparison(kind: type[ParallelCoreError] = RankError) -> Iterator[Comparison
         digest = hashlib.sha256(pickle.dumps(said.mine)).digest()
     except Exception as error:
         caught = error
-    verdicts, digests = zip(*all_gather((_verdict(caught, kind), digest)), strict=True)
+    verdict = _verdict(caught, kind)
+    verdicts, digests = zip(*_sent((verdict, digest), verdict, caught), strict=True)
     _raise_together(list(verdicts), caught)
     said.by_rank = [said.mine] * len(digests) if len(set(digests)) == 1 else all_gather(said.mine)
+
+
+def _sent(mine: T, verdict: Verdict, error: Exception | None, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return what every rank sends, by rank; where they can't be reached, raise what went wrong on this one."""
+    try:
+        return all_gather(mine, group)
+    except RankError as lost:
+        if verdict is None:
+            raise
+        kind, message = verdict
+        raise kind(f"{message}\nThe other ranks could not be told: {lost}") from error
 
 
 def _verdict(error: Exception | None, kind: type[ParallelCoreError]) -> Verdict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from parallel_core.errors import WrapError
 from parallel_core.names import uncompiled
 from parallel_core.record import Record, find_record
 from parallel_core.strategy import Strategy, bare_model_strategy
@@ -14,6 +15,14 @@ def answering(model: nn.Module) -> tuple[Record | None, Strategy, nn.Module]:
     record = find_record(model)
     strategy = bare_model_strategy() if record is None else record.strategy
     return record, strategy, model if record is None else uncompiled(model)
+
+
+def is_bare(model: nn.Module) -> bool:
+    """Return whether a model is a bare one, with no wrapped part and not a part of a wrapped one."""
+    try:
+        return find_record(model) is None
+    except WrapError:
+        return False
 
 
 def settled(model: nn.Module) -> tuple[Record | None, Strategy, nn.Module]:

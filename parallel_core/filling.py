@@ -6,10 +6,11 @@ import torch
 from torch import nn
 
 from parallel_core.errors import StateDictError, WrapError
+from parallel_core.hookspecs import StateDictType
 from parallel_core.meta_model import meta_tensors
-from parallel_core.record import Record, bare_state, spec_of
+from parallel_core.record import Record, bare_state, inner_module, spec_of
 from parallel_core.state_dicts import named
-from parallel_core.tensors import storage
+from parallel_core.tensors import entry, storage
 
 
 def check_can_be_read(model: nn.Module, record: Record | None) -> None:
@@ -27,6 +28,23 @@ def check_can_be_read(model: nn.Module, record: Record | None) -> None:
             f"{named('on the meta device, without values to read', on_meta)}; give the model values first: load a "
             f"state dict, or wrap it"
         )
+
+
+def check_extra_state(model: nn.Module) -> None:
+    """Refuse a model with a module whose extra state can't be had, before other ranks wait for this one.
+
+    Raises:
+        StateDictError: a module fails to give it, or it can't be copied.
+    """
+    for module in inner_module(model).modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            try:
+                value = module.get_extra_state()
+            except Exception as error:  # it is the user's own
+                raise StateDictError(
+                    f"get_extra_state() of {type(module).__name__} failed: {type(error).__name__}: {error}"
+                ) from error
+            entry(value, StateDictType.SHARDED)
 
 
 def check_can_be_filled(model: nn.Module, record: Record | None) -> None:

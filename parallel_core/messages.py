@@ -17,7 +17,15 @@ import torch.distributed as dist
 from parallel_core.errors import RankError
 
 _SHORT = 256  # bytes of a message that all ranks send each other at once
-_HEADER = 8  # of these, for the length
+_MARK = b"core"  # its first ones: a rank that is elsewhere in its program may have sent anything
+_LENGTH = 4  # the next ones, for the length
+_HEADER = len(_MARK) + _LENGTH
+
+
+_ELSEWHERE = (
+    "the ranks are not at the same call: what came from another rank is no answer to this one; every rank must make "
+    "every call of parallel_core, in the same order (none of them under `if rank == 0`), and take the same steps"
+)
 
 
 def rank() -> int:
@@ -34,14 +42,17 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return every rank's value, by rank. The values are pickled: small ones only, never tensors.
 
     Raises:
-        RankError: a rank's value can't be pickled; the same error on every rank.
+        RankError: a rank's value can't be pickled; the same error on every rank. Or a rank could not be reached, or is
+            at another call.
     """
     if _size(group) == 1:
         return [value]
     # One collective where torch's all_gather_object takes two: nearly all values are short, and most a plain None.
     data = _packed(value)
-    found = _all_gather_bytes(len(data).to_bytes(_HEADER) + data, _SHORT, group)
-    lengths = [int.from_bytes(each[:_HEADER]) for each in found]
+    found = _all_gather_bytes(_MARK + len(data).to_bytes(_LENGTH) + data, _SHORT, group)
+    if not all(each.startswith(_MARK) for each in found):
+        raise RankError(_ELSEWHERE)
+    lengths = [int.from_bytes(each[len(_MARK) : _HEADER]) for each in found]
     if max(lengths) > _SHORT - _HEADER:
         found = [bytes(_HEADER) + each for each in _all_gather_bytes(data, max(lengths), group)]
     return _unpacked([each[_HEADER : _HEADER + length] for each, length in zip(found, lengths, strict=True)])
@@ -73,7 +84,8 @@ def in_contact() -> Iterator[None]:
     except RuntimeError as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise RankError(
-            f"another rank could not be reached: {reason}; look at what the other ranks wrote: one may have ended"
+            f"another rank could not be reached: {reason}; look at what the other ranks wrote: one may have ended, or "
+            f"be at another call, where every rank must make the same ones"
         ) from error
 
 

@@ -44,6 +44,24 @@ def kept_state(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dim
     return {key: _kind(value, parameter) for key, value in probe.state.get(parameter, {}).items()}
 
 
+def gained_options(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> set[str]:
+    """Return the names of what a group saved by an older torch lacks, and torch's own load does without.
+
+    Args:
+        optimizer: any; nothing is said of one that is not torch's own. It is left as it is.
+        options: those of the saved group.
+    """
+    if not is_of_torch(optimizer):
+        return set()
+    probe = copy.copy(optimizer)
+    group = {**options, "params": []}
+    try:
+        probe.__setstate__({"state": defaultdict(dict), "param_groups": [group]})
+    except Exception:  # it is another optimizer's
+        return set()
+    return set(group) - set(options)
+
+
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether an optimizer is torch's own: of any other, nobody knows what its options and its state may be."""
     return getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)

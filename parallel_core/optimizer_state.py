@@ -15,10 +15,20 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from parallel_core.errors import StateDictError
+from parallel_core.hookspecs import StateDictType
 from parallel_core.optimizer_probe import is_of_torch
-from parallel_core.tensors import is_dtensor
+from parallel_core.tensors import entry, is_dtensor
 
-__all__ = ["load_named_state", "named_groups", "optimizer_told", "options_told", "required_groups", "sharded_entries"]
+__all__ = [
+    "check_copies",
+    "check_has_names",
+    "load_named_state",
+    "named_groups",
+    "optimizer_told",
+    "options_told",
+    "required_groups",
+    "sharded_entries",
+]
 
 
 def named_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
@@ -50,6 +60,32 @@ def named_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torc
     ]
 
 
+def check_has_names(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of whose state something would be lost.
+
+    Raises:
+        StateDictError: it keeps state under a key that is no parameter.
+    """
+    states: Mapping[Any, Any] = optimizer.state
+    if nameless := [key for key, values in states.items() if values and not isinstance(key, torch.Tensor)]:
+        raise StateDictError(
+            f"{type(optimizer).__name__} keeps state under {nameless[0]!r}, which is no parameter, and so has no name "
+            f"in a state dict; keep it under a parameter, or among the options of a group"
+        )
+
+
+def check_copies(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Refuse an optimizer that has a value that can't be copied, before other ranks wait for this one.
+
+    Raises:
+        StateDictError: it has one.
+    """
+    for parameter in parameters.values():
+        for value in optimizer.state.get(parameter, {}).values():
+            if not isinstance(value, torch.Tensor):
+                entry(value, StateDictType.SHARDED)
+
+
 def optimizer_told(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return in words what must be alike on all ranks: the kind, and the place of each of the model's parameters."""
     names = {parameter: name for name, parameter in parameters.items()}
@@ -62,18 +98,24 @@ def optimizer_told(optimizer: torch.optim.Optimizer, parameters: Mapping[str, to
 
 
 def options_told(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return in words the numbers among the options of an optimizer's groups; nothing of one that is not torch's own.
+    """Return in words the numbers in the options of an optimizer's groups; nothing of one that is not torch's own.
 
     Another one may have options that are a rank's own: a seed, a device.
     """
     if not is_of_torch(optimizer):
         return {}
     return {
-        f"{key!r} of the optimizer's group {index}": str(float(group[key]))
+        f"{key!r} of the optimizer's group {index}": ", ".join(str(float(number)) for number in numbers)
         for index, group in enumerate(optimizer.param_groups)
         for key in optimizer.defaults
-        if isinstance(group.get(key), int | float)
+        if (numbers := _numbers(group.get(key)))
     }
+
+
+def _numbers(value: Any) -> list[Any]:
+    values = list(value) if isinstance(value, tuple | list) else [value]
+    are_numbers = all(isinstance(v, int | float) or (isinstance(v, torch.Tensor) and v.numel() == 1) for v in values)
+    return values if are_numbers else []
 
 
 def sharded_entries(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:

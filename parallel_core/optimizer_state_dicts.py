@@ -11,7 +11,7 @@ import torch
 
 from parallel_core import ranks
 from parallel_core.hookspecs import StateDictType
-from parallel_core.optimizer_probe import Kind, is_of_torch, kept_state
+from parallel_core.optimizer_probe import Kind, gained_options, is_of_torch, kept_state
 from parallel_core.optimizer_state import required_groups
 from parallel_core.outlines import on_meta, outlined, sent, unsendable
 from parallel_core.record import Layout, TensorSpec
@@ -96,7 +96,7 @@ def optimizer_problems(wanted: Wanted, state_dict: Any) -> Iterator[str]:
     unknown = [str(name) for name in state if name not in layout.parameters]
     if unknown:
         yield named("state of parameters that the model lacks", unknown)
-    group_problems = list(_group_problems(groups, saved))
+    group_problems = list(_group_problems(wanted.optimizer, groups, saved))
     yield from group_problems
     if not is_of_torch(wanted.optimizer):
         return
@@ -110,7 +110,7 @@ def optimizer_problems(wanted: Wanted, state_dict: Any) -> Iterator[str]:
     yield from (f"{where}: {text}" for where, text in told.items())
 
 
-def _group_problems(own: Groups, saved: Groups) -> Iterator[str]:
+def _group_problems(optimizer: torch.optim.Optimizer, own: Groups, saved: Groups) -> Iterator[str]:
     if len(own) != len(saved):
         yield f"the optimizer has {len(own)} parameter groups, the state dict {len(saved)}; make the same groups"
         return
@@ -121,7 +121,8 @@ def _group_problems(own: Groups, saved: Groups) -> Iterator[str]:
             yield named(f"group {index} of the state dict lacks parameters that the optimizer's has", lacking)
         if extra:
             yield named(f"group {index} of the state dict has parameters that the optimizer's lacks", extra)
-        options = [key for key in group if key not in other]
+        if options := [key for key in group if key not in other]:
+            options = [key for key in options if key not in gained_options(optimizer, other)]
         if options:
             yield named(f"group {index} of the state dict lacks options; it is another kind of optimizer's", options)
 

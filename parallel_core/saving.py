@@ -15,9 +15,15 @@ from parallel_core import ranks
 from parallel_core.alike import Call, check_calls_alike
 from parallel_core.answering import settled
 from parallel_core.errors import StateDictError, StrategyError
-from parallel_core.filling import check_can_be_filled, check_can_be_read
+from parallel_core.filling import check_can_be_filled, check_can_be_read, check_extra_state
 from parallel_core.hookspecs import StateDictType
-from parallel_core.optimizer_state import named_groups, optimizer_told, sharded_entries
+from parallel_core.optimizer_state import (
+    check_copies,
+    check_has_names,
+    named_groups,
+    optimizer_told,
+    sharded_entries,
+)
 from parallel_core.optimizer_state_dicts import Wanted, check_optimizer_state_dict
 from parallel_core.outlines import entries_to_load
 from parallel_core.record import bare_parameters, layout_of
@@ -47,12 +53,13 @@ def model_state_dict(model: nn.Module, state_dict_type: StateDictType | str = St
         kind = parse_state_dict_type(state_dict_type)
         record, strategy, model = settled(model)
         check_can_be_read(model, record)
+        check_extra_state(model)
         layout = layout_of(model)
         call.mine = Call({"state_dict_type": kind.value, "the strategy": str(strategy)}, layout)
     check_calls_alike(call.by_rank)
-    entries = strategy.model_state_dict(model, kind)
     expected = {} if kind is StateDictType.FULL and ranks.rank() else layout.entries
-    with ranks.agreement():
+    with ranks.agreement(StateDictError):
+        entries = strategy.model_state_dict(model, kind)
         _check_names(strategy, entries, expected)
     return {name: entries[name] for name in expected}
 
@@ -102,7 +109,9 @@ def load_model_state_dict(
         call.mine = Call({**told, "the strategy": str(strategy)}, layout)
     check_calls_alike(call.by_rank)
     incompatible = check_model_state_dict(layout, state_dict, kind, strict=strict, cast=cast)
-    strategy.load_model_state_dict(model, entries_to_load(layout, state_dict, kind, incompatible.missing_keys), kind)
+    entries = entries_to_load(layout, state_dict, kind, incompatible.missing_keys)
+    with ranks.agreement(StateDictError):  # a module of the user's takes its extra state last
+        strategy.load_model_state_dict(model, entries, kind)
     return incompatible
 
 
@@ -125,6 +134,8 @@ def optimizer_state_dict(
         _, strategy, model = settled(model)
         layout, parameters = layout_of(model), bare_parameters(model)
         named_groups(optimizer, parameters)  # raises what speaks against it
+        check_has_names(optimizer)
+        check_copies(optimizer, parameters)
         told = {"state_dict_type": kind.value, "the strategy": str(strategy)} | optimizer_told(optimizer, parameters)
         call.mine = Call(told, layout, sharded_entries(optimizer, parameters))
     check_calls_alike(call.by_rank)
@@ -158,4 +169,5 @@ def load_optimizer_state_dict(
         call.mine = Call(told, layout)
     check_calls_alike(call.by_rank)
     checked = check_optimizer_state_dict(Wanted(layout, optimizer, parameters), state_dict, kind)
-    strategy.load_optimizer_state_dict(model, optimizer, checked, kind)
+    with ranks.agreement(StateDictError):  # an optimizer runs hooks of the user's when it has all of it
+        strategy.load_optimizer_state_dict(model, optimizer, checked, kind)

@@ -108,16 +108,27 @@ def placed(value: Any, parameter: torch.Tensor, state_dict_type: StateDictType) 
     Args:
         value: the entry, as `assign` takes it; what is no tensor is returned as it is.
         parameter: the parameter it belongs to. An entry of its shape is laid out as the parameter is, on its device;
-            any other tensor (a step count) is whole on every rank, on the CPU.
+            any other tensor is whole on every rank: a DTensor where the parameter is one; otherwise, or where it has
+            no dimensions (a step count), on the CPU.
         state_dict_type: `full` or `sharded`.
     """
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape != parameter.shape:
-        return whole(value, state_dict_type, torch.device("cpu")).clone()
+        complete = whole(value, state_dict_type, torch.device("cpu")).clone()
+        return complete if not value.dim() or not is_dtensor(parameter) else _replicated(complete, parameter)
     target = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
     assign(target, value, state_dict_type)
     return target
+
+
+def _replicated(tensor: torch.Tensor, parameter: DTensor) -> DTensor:
+    """Return a tensor as the optimizer computes with it: together with gradients, which are DTensors."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = parameter.device_mesh
+    own = tensor.to(parameter.to_local().device)
+    return DTensor.from_local(own, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def whole(value: torch.Tensor, state_dict_type: StateDictType, device: torch.device) -> torch.Tensor:

@@ -5,6 +5,7 @@ Every verb takes the wrapped model, the same inside `torch.compile`, or a bare m
 
 from __future__ import annotations
 
+import logging
 import math
 import numbers
 from collections.abc import Mapping
@@ -16,14 +17,14 @@ from torch import nn
 
 from parallel_core import ranks
 from parallel_core.alike import check_alike, check_optimizers_alike, told
-from parallel_core.answering import answering, settled
+from parallel_core.answering import answering, is_bare, settled
 from parallel_core.config import DistributedConfigBase
 from parallel_core.errors import TrainingError, WrapError
 from parallel_core.optimizer_state import optimizer_told, options_told
 from parallel_core.record import Record, attach, bare_parameters
 from parallel_core.report import measured_report
 from parallel_core.starting import FirstValues, start_bare
-from parallel_core.strategy import Strategy, bare_model_strategy, bound_strategy
+from parallel_core.strategy import Strategy, bound_strategy
 from parallel_core.wrapping import (
     check_not_forgotten,
     check_optimizer,
@@ -34,6 +35,8 @@ from parallel_core.wrapping import (
 
 if TYPE_CHECKING:
     from parallel_core.config import DistributedConfig
+
+logger = logging.getLogger(__name__)
 
 
 def wrap_model_for_training(
@@ -96,15 +99,23 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
         WrapError: the optimizer was made before the wrap, holds parameters that are not the model's, or is another one
             on another rank; the same error on every rank.
     """
-    record, strategy, model = settled(model)
-    if record is None:  # a bare model may be one rank's own
+    if is_bare(model):  # it may be one rank's own
+        record, strategy, _ = answering(model)
         check_optimizer(model, optimizer, record)
+        if ranks.world_size() > 1:
+            logger.warning(
+                "wrap_optimizer: this %s is not wrapped, and nothing averages its gradients over the %d ranks; pass "
+                "what wrap_model_for_training returned",
+                type(model).__name__,
+                ranks.world_size(),
+            )
     else:
         with ranks.comparison(WrapError) as optimizers:
+            record, strategy, model = settled(model)
             check_optimizer(model, optimizer, record)
             optimizers.mine = optimizer_told(optimizer, bare_parameters(model)) | options_told(optimizer)
         check_optimizers_alike(optimizers.by_rank)
-    options = bare_model_strategy().config_class() if record is None else record.config.options
+    options = strategy.config_class() if record is None else record.config.options
     answer = strategy.wrap_optimizer(model, optimizer, options)
     if record is not None:
         # A forward between the backward and the step may have left something gathered, which a step makes out of date.

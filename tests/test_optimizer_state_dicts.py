@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -229,6 +230,25 @@ def test_a_dict_that_fails_when_it_is_read_is_refused() -> None:
     assert refused(Torn(saved())) == "OSError: read error"
 
 
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_what_an_older_torch_saved_is_loaded_and_options_it_did_not_know_stay(kind: str) -> None:
+    model, optimizer = trained()
+    optimizer.param_groups[0]["maximize"] = True
+    state = saved(lambda state: [state["param_groups"][0].pop(key) for key in ("maximize", "decoupled_weight_decay")])
+    load_optimizer_state_dict(model, optimizer, state, kind)
+    assert restored(optimizer)
+    assert [optimizer.param_groups[0][key] for key in ("maximize", "decoupled_weight_decay")] == [True, True]
+
+
+def test_state_that_would_be_lost_is_refused() -> None:
+    model, optimizer = trained()
+    optimizer.state["shared"] = {"t": 2}  # type: ignore[index]  # as some optimizers have it
+    assert failure(lambda: optimizer_state_dict(model, optimizer)) == (
+        "AdamW keeps state under 'shared', which is no parameter, and so has no name in a state dict; keep it under a "
+        "parameter, or among the options of a group"
+    )
+
+
 @pytest.mark.parametrize("value", ["shard", None, 3])
 def test_a_wrong_state_dict_type_is_refused(value: Any) -> None:
     model, optimizer = trained()
@@ -354,6 +374,26 @@ def test_a_sharded_dict_that_does_not_fit_on_one_rank_is_one_error_on_every_rank
     expected = f"{PREFIX}{text} (on rank 1 alone)"
     found = errors_on_ranks(ranks, lambda: make() if core.rank() == 1 else saved(), "sharded")
     assert [error.partition("\n  - rank 1: not the same")[0] for error in found] == [expected] * 2
+
+
+def test_a_value_that_cannot_be_copied_on_one_rank_is_one_error_on_every_rank(ranks: Ranks) -> None:
+    def work() -> str:
+        model, optimizer = trained()
+        if core.rank() == 1:
+            optimizer.state[model.get_parameter("0.bias")]["lock"] = threading.Lock()
+        return failure(lambda: optimizer_state_dict(model, optimizer))
+
+    told = "rank 1 of 2: a lock in the state can't be copied: TypeError: cannot pickle '_thread.lock' object; "
+    assert ranks(work) == [f"{told}keep plain values there"] * 2
+
+
+def test_a_hook_of_an_optimizer_that_fails_on_one_rank_is_one_error_on_every_rank(ranks: Ranks) -> None:
+    def work() -> str:
+        model, optimizer = trained()
+        optimizer.register_load_state_dict_post_hook(lambda _: 1 // (1 - core.rank()))  # type: ignore[arg-type]
+        return failure(lambda: load_optimizer_state_dict(model, optimizer, saved()))
+
+    assert ranks(work) == ["rank 1 of 2: ZeroDivisionError: integer division or modulo by zero"] * 2
 
 
 def drop_bias(state: dict[str, Any]) -> None:

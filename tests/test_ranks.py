@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_core import messages
+from parallel_core import agreeing, messages
 from parallel_core import ranks as core
 from parallel_core.errors import ConfigError, ParallelCoreError, RankError, StateDictError, WrapError
 from parallel_core.testing import Ranks
@@ -207,6 +207,35 @@ def test_without_a_process_group_an_agreement_is_the_blocks_own_error(error: Exc
                 raise error
 
     assert caught(block) == (("WrapError", "ValueError: x", "ValueError") if error else ("", "", ""))
+
+
+@pytest.mark.parametrize("agreed", [core.agreement, core.comparison])
+def test_what_the_other_ranks_can_not_be_told_is_raised_all_the_same(
+    agreed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: object) -> None:
+        raise RankError("nobody there")
+
+    monkeypatch.setattr(agreeing, "all_gather", unreachable)
+    with pytest.raises(WrapError) as caught, agreed(WrapError):
+        raise MemoryError("full")
+    assert str(caught.value) == "MemoryError: full\nThe other ranks could not be told: nobody there"
+    assert isinstance(caught.value.__cause__, MemoryError)
+    monkeypatch.setattr(core.Comparison, "mine", 1, raising=False)
+    with pytest.raises(RankError, match="nobody there"), agreed(WrapError):
+        pass
+
+
+def test_what_is_no_answer_of_a_rank_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gathered(data: bytes, size: int, group: object) -> list[bytes]:
+        return [data.ljust(size, b"\0"), b"\x7f" * size]
+
+    monkeypatch.setattr(messages, "_size", lambda group: 2)
+    monkeypatch.setattr(messages, "_all_gather_bytes", gathered)
+    with pytest.raises(
+        RankError, match=r"^the ranks are not at the same call: .* \(none of them under `if rank == 0`\)"
+    ):
+        messages.all_gather(None)
 
 
 def test_an_interrupt_is_not_taken_for_an_error() -> None:

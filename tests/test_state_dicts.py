@@ -726,6 +726,42 @@ def test_extra_state_that_cannot_be_sent_is_refused_on_every_rank(ranks: Ranks) 
     assert alone[0].note is len  # one process needs no pickle
 
 
+class Moody(nn.Linear):
+    """Fails on rank 1, to give its extra state or to take it."""
+
+    gives = True
+
+    def get_extra_state(self) -> int:
+        return 1 // (1 - core.rank()) if not self.gives else 1
+
+    def set_extra_state(self, state: int) -> None:
+        state // (1 - core.rank())  # type: ignore[unused-ignore]
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("strategy", [None, "ddp", "fsdp", "fsdp2"])
+def test_extra_state_that_fails_on_one_rank_is_one_error_on_every_rank(
+    ranks: Ranks, strategy: str | None, kind: str
+) -> None:
+    def work() -> list[str]:
+        found = []
+        for gives in (False, True):
+            moody = Moody(2, 2)
+            model: nn.Module = nn.Sequential(nn.Linear(2, 2), moody)
+            if strategy:
+                model = wrap_model_for_training(model, DistributedConfig(parallel_strategy=strategy)) or model
+            moody.gives = gives
+            found.append(failure(lambda: load_model_state_dict(model, model_state_dict(model, kind), kind)))  # noqa: B023  # called at once
+        return found
+
+    why = "ZeroDivisionError: integer division or modulo by zero"
+    told = [
+        f"rank 1 of 2: get_extra_state() of Moody failed: {why}",
+        f"rank 1 of 2: {why}",
+    ]
+    assert ranks(work) == [told, told]
+
+
 def test_a_value_that_cannot_be_copied_is_named() -> None:
     model = Net()
     model.note = {"lock": threading.Lock()}  # type: ignore[dict-item]  # the wrong type is the point

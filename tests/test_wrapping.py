@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -575,6 +576,14 @@ def test_an_optimizer_that_was_made_after_the_wrap_is_handed_to_the_strategy(on_
             lambda found, rank: torch.optim.SGD([{"params": found, "lr": 0.5 + rank}]),
             "'lr' of the optimizer's group 0 is 0.5 on rank 0, 1.5 on rank 1; make the same optimizer on every rank",
         ),
+        (
+            lambda found, rank: torch.optim.SGD(found, lr=torch.tensor(0.5 + rank)),
+            "'lr' of the optimizer's group 0 is 0.5 on rank 0, 1.5 on rank 1; make the same optimizer on every rank",
+        ),
+        (
+            lambda found, rank: torch.optim.Adam(found, betas=(0.5, 0.5 + rank / 4)),
+            "'betas' of the optimizer's group 0 is 0.5, 0.5 on rank 0, 0.5, 0.75 on rank 1; make the same optimizer",
+        ),
     ],
 )
 def test_optimizers_that_differ_between_ranks_are_refused(on_ranks: OnRanks, make: Any, found: str) -> None:
@@ -586,6 +595,45 @@ def test_optimizers_that_differ_between_ranks_are_refused(on_ranks: OnRanks, mak
     kind, text = refused(on_ranks, work)
     assert kind == "WrapError"
     assert text.startswith(f"the ranks do not agree: {found}")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda wrapped: next(wrapped.children()), "rank 1 of 2: this Sequential is the module inside a wrapped model"),
+        (lambda wrapped: None, "rank 1 of 2: expected a model, a torch.nn.Module, found NoneType"),
+    ],
+)
+def test_what_is_no_wrapped_model_on_one_rank_is_refused_on_every_rank(
+    on_ranks: OnRanks, wrong: Any, told: str
+) -> None:
+    def work() -> Outcome:
+        model: Any = wrap_model_for_training(model_of(), config_of())
+        optimizer = torch.optim.SGD(model.parameters())
+        return outcome(lambda: wrap_optimizer(wrong(model) if core.rank() else model, optimizer))
+
+    (kind, text), other = on_ranks(work)
+    assert other == (kind, text)
+    assert kind == "WrapError"
+    assert text.startswith(told)
+
+
+def test_a_bare_model_on_several_ranks_is_warned_of(on_ranks: OnRanks) -> None:
+    def work() -> list[str]:
+        model = model_of()
+        records: list[logging.LogRecord] = []
+        handler = logging.Handler()
+        handler.emit = records.append  # type: ignore[assignment, method-assign]
+        logging.getLogger("parallel_core.training").addHandler(handler)
+        wrap_optimizer(model, torch.optim.SGD(model.parameters()))
+        logging.getLogger("parallel_core.training").removeHandler(handler)
+        return [record.getMessage() for record in records]
+
+    told = (
+        "wrap_optimizer: this Sequential is not wrapped, and nothing averages its gradients over the 2 ranks; pass "
+        "what wrap_model_for_training returned"
+    )
+    assert on_ranks(work) == [[told], [told]]
 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:

@@ -185,6 +185,8 @@ def state_shard(name: str, parameter: LocalShard, tensor: torch.Tensor, *, in_pi
     Raises:
         CheckpointError: it is neither.
     """
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()  # as the verbs on state give it
     if not is_dtensor(tensor) and tensor.shape == parameter.tensor.shape:
         return replace(parameter, tensor=tensor.detach())
     if is_dtensor(tensor) or tensor.dim() == 0 or not in_pieces:

@@ -23,6 +23,7 @@ from parallel_core.checkpoint.tree import encode
 from parallel_core.errors import CheckpointError
 from parallel_core.filling import check_can_be_read
 from parallel_core.hookspecs import StateDictType
+from parallel_core.optimizer_state import check_has_names
 from parallel_core.record import layout_of
 from parallel_core.state_dicts import check_flags
 
@@ -83,6 +84,8 @@ def save_checkpoint(
         check_can_be_read(model, record)
         layout = layout_of(model)
         places = places_of(optimizer, model)
+        if optimizer is not None:
+            check_has_names(optimizer)
         options = checked_options(path, state_dict_type, dtype, max_file_bytes, keep_last, checksum, random_state)
     told = {"strategy": strategy.name, "optimizer": type(optimizer).__name__, "background": background}
     check_alike("save", {**options.told(), **told, **places}, layout)

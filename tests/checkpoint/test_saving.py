@@ -438,6 +438,28 @@ def test_a_tensor_that_no_file_can_hold_is_named(tmp_path: Path) -> None:
         parallel_core.save_checkpoint(tmp_path / "a", model)
 
 
+def test_sparse_momentum_is_saved_dense(tmp_path: Path) -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.5)
+    model(torch.tensor([1, 1])).sum().backward()
+    optimizer.step()
+    parallel_core.save_checkpoint(tmp_path / "a", model, optimizer)
+    assert optimizer.state[model.weight]["momentum_buffer"].is_sparse
+    again = torch.optim.SGD(model.parameters(), momentum=0.5)
+    parallel_core.load_checkpoint(tmp_path / "a", model, again)
+    expected = torch.tensor([[0.0, 0.0], [2.0, 2.0], [0.0, 0.0], [0.0, 0.0]])
+    assert torch.equal(again.state[model.weight]["momentum_buffer"], expected)
+
+
+def test_state_of_an_optimizer_that_would_be_lost_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state["shared"] = {"t": 2}  # type: ignore[index]  # as some optimizers have it
+    with pytest.raises(CheckpointError, match="SGD keeps state under 'shared', which is no parameter"):
+        parallel_core.save_checkpoint(tmp_path / "a", model, optimizer)
+    assert not (tmp_path / "a").exists()
+
+
 def test_a_model_that_was_changed_after_the_wrap_is_not_saved_without_the_change(ranks: Ranks, tmp_path: Path) -> None:
     def work() -> str:
         net = nn.Linear(2, 2)

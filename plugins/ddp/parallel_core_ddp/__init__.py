@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
-from parallel_core import StrategyConfig, hookimpl
+from parallel_core import StrategyConfig, WrapError, hookimpl
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,8 @@ def wrap_model(model: nn.Module, config: DDPConfig, device: torch.device) -> nn.
     from parallel_core import ranks
     from parallel_core_ddp import watching
 
-    model.to(device)
+    with ranks.agreement(WrapError):  # one rank alone may lack the memory
+        model.to(device)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         # DistributedDataParallel refuses a module with nothing to average (a frozen teacher, a loss). Equal values on
         # all ranks are all that such a module needs.

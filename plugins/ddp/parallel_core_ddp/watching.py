@@ -38,6 +38,7 @@ class Watch:
     Attributes:
         parameters: all of the model's.
         waits: whether the last backward pass averaged nothing.
+        averaged_in: the last backward pass that averaged, by torch's number for it.
     """
 
     def __init__(self, model: nn.Module, *, finds_unused: bool) -> None:
@@ -47,6 +48,7 @@ class Watch:
         self.trained = [parameter.requires_grad for parameter in self.parameters]
         self.finds_unused = finds_unused
         self.waits = False
+        self.averaged_in = -1
 
     # The compiler is to leave both alone, as it leaves DistributedDataParallel's own.
 
@@ -85,7 +87,11 @@ class Watch:
         waits = not module.require_backward_grad_sync
 
         def note(_: torch.Tensor) -> None:
-            self.waits = waits
+            backward_pass = torch._C._current_graph_task_id()
+            if not waits:
+                self.averaged_in = backward_pass
+            # One pass through several forwards averages all of them where one of them would alone.
+            self.waits = backward_pass != self.averaged_in
 
         trained = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         for tensor in trained:

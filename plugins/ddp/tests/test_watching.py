@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,28 @@ def norm(model: nn.Module) -> float | str:
 
 
 WAITING = "gradients were accumulated under no_sync and n"
+
+
+def test_one_backward_pass_of_two_forwards_averages_both_where_one_was_outside(ranks: Ranks) -> None:
+    def work() -> list[Any]:
+        found = []
+        for first_waits in (True, False):
+            model = wrapped(layers())
+            losses = []
+            for waits in (first_waits, not first_waits):
+                with parallel_core.no_sync(model) if waits else nullcontext():
+                    losses.append(model(torch.ones(2, 4) * (collective.rank() + 1)).sum())
+            sum(losses).backward()
+            found.append(norm(model))
+            with parallel_core.no_sync(model):
+                backward(model)
+            found.append(norm(model))
+        return found
+
+    first, second = ranks(work)
+    assert first == second
+    assert first == [first[0], WAITING, first[0], WAITING]
+    assert isinstance(first[0], float)
 
 
 def test_gradients_that_wait_for_the_other_ranks_are_an_error_until_they_are_averaged_or_zeroed(ranks: Ranks) -> None:

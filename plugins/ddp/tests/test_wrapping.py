@@ -112,6 +112,24 @@ def test_a_static_graph_and_a_search_for_unused_parameters_exclude_each_other() 
         DistributedConfig(ddp_static_graph=True, ddp_find_unused_parameters=True)
 
 
+class TooLarge(nn.Linear):
+    """Finds no memory on rank 1."""
+
+    def _apply(self, *arguments: Any, **options: Any) -> nn.Module:
+        if collective.rank() == 1:
+            raise MemoryError("full")
+        return super()._apply(*arguments, **options)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_a_move_that_fails_on_one_rank_is_one_error_on_every_rank(ranks: Ranks) -> None:
+    def work() -> str:
+        with pytest.raises(WrapError) as caught:
+            parallel_core.wrap_model_for_training(TooLarge(2, 2), DistributedConfig(parallel_strategy="ddp"))
+        return str(caught.value)
+
+    assert ranks(work) == ["rank 1 of 2: MemoryError: full"] * 2
+
+
 def test_tensors_that_can_t_be_sent_and_a_bucket_that_no_machine_has_are_refused(ranks: Ranks) -> None:
     def work() -> list[str]:
         sparse, trained = nn.Linear(2, 2), nn.Linear(2, 2)

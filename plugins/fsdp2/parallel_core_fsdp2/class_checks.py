@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fully_shard import _unimplemented_deepcopy, get_cls_to_fsdp_cls
 
 # The methods that a unit gets, and by which it is spoken to.
 _METHODS = frozenset(dir(FSDPModule)) - frozenset(dir(nn.Module))
@@ -22,9 +23,12 @@ def class_problems(units: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
         own = {*vars(module), *module._parameters, *module._buffers, *module._modules, *dir(type(module))}
         if taken := sorted(_METHODS & own):
             yield f"{where} has an attribute {taken[0]!r}, which is the name of a method of FSDPModule; rename it"
-        kind = type(module)
+        kind, made = type(module), get_cls_to_fsdp_cls()
         try:
-            type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+            # Where fully_shard will look for it: to some classes, such as those of a registry, a second one of its name
+            # is too many.
+            if kind not in made:
+                made[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__deepcopy__": _unimplemented_deepcopy})
             module.__class__ = kind  # as it is; one that can't be changed refuses even that
         except Exception as error:  # whatever a class raises that will not be inherited from
             yield (

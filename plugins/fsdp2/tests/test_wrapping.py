@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -333,6 +334,25 @@ def test_a_parameter_of_another_wrapped_model_is_refused(ranks: Ranks) -> None:
 
     told = "'0.weight' is in shards already, as a part of another wrapped model; build a bare model with its own"
     assert all(found.startswith(told) for found in ranks(work))
+
+
+def test_of_each_class_one_is_made_as_by_fully_shard_itself(ranks: Ranks) -> None:
+    def work() -> list[Any]:
+        registry: list[str] = []
+
+        class Registered(nn.Linear):
+            def __init_subclass__(cls) -> None:
+                if cls.__name__ in registry:
+                    raise ValueError(f"{cls.__name__} is registered already")
+                registry.append(cls.__name__)
+
+        wrapped(nn.Sequential(Registered(4, 4)), auto_wrap_min_params=1)
+        model = wrapped(nn.Sequential(Registered(4, 4), Registered(4, 4)), auto_wrap_min_params=1)
+        with pytest.raises(AssertionError, match="does not support deepcopy"):
+            copy.deepcopy(model)
+        return [registry, [type(module).__name__ for module in model.children()]]
+
+    assert ranks(work) == [[["FSDPRegistered"], ["FSDPRegistered"] * 2]] * 2
 
 
 class Final(nn.Linear):
