@@ -152,7 +152,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) ->
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Return a context manager under which backward passes accumulate gradients without communication.
 
-    The first backward pass outside of it makes the gradients the mean over the ranks of what each has accumulated.
+    Run the forward and the backward pass inside: which of the two decides is the strategy's affair. The first backward
+    pass outside of it makes the gradients the mean over the ranks of what each has accumulated.
     """
     _, strategy, model = answering(model)
     return strategy.no_sync(model)
