@@ -6,6 +6,7 @@ a model on the meta device, and for the wrap.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -201,7 +202,9 @@ def _holding_test(model: nn.Module) -> Callable[[nn.Module, Iterable[nn.Paramete
 
 def has_forward(module: nn.Module) -> bool:
     """Return whether a module can be called as a whole, as a container can't."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    # As it stands in the class: a ScriptModule's answers for an instance alone, and fails where its class is asked.
+    own = inspect.getattr_static(type(module), "forward")
+    return own is not nn.Module.forward or "forward" in vars(module)
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

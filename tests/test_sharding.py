@@ -254,9 +254,10 @@ def test_a_parameter_without_its_name_in_the_state_dict_is_a_problem() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_a_script_module_is_a_problem() -> None:
-    traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
-    (found,) = problems(nn.Sequential(traced))
-    assert found == (
-        "'0' is a ScriptModule, in which mine can't put shards; wrap the Python module that it was made of"
-    )
+@pytest.mark.parametrize("min_params", [0, 1_000_000])
+@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 2))])
+def test_a_script_module_is_a_problem(make: Any, min_params: int) -> None:
+    text = "is a ScriptModule, in which mine can't put shards; wrap the Python module that it was made of"
+    scripted = make(nn.Linear(2, 2))
+    assert problems(nn.Sequential(scripted), auto_wrap_min_params=min_params) == [f"'0' {text}"]
+    assert problems(scripted, auto_wrap_min_params=min_params) == [f"'the model' {text}"]

@@ -22,7 +22,10 @@ logger = logging.getLogger(__name__)
 def problems(model: nn.Module, config: FSDP2Config, device: torch.device) -> Iterator[str]:
     """Yield what would make the wrap, or the first step, fail."""
     # Parameters are gathered one by one, so that only those whose gradients are reduced together must be alike.
-    yield from sharding_checks.problems(model, config, device, "fsdp2", one_dtype=False, contiguous=True)
+    found = list(sharding_checks.problems(model, config, device, "fsdp2", one_dtype=False, contiguous=True))
+    yield from found
+    if found:
+        return  # of a ScriptModule, say, whose attributes can't be looked through
     units = sharding.plan(model, config)
     yield from class_problems([("", uncompiled(model)), *((unit.name, unit.module) for unit in units)])
 

@@ -302,6 +302,16 @@ def test_what_cannot_be_done_is_refused_by_name_with_the_model_as_it_was(ranks: 
     assert [fragment in message for fragment, message in zip(fragments, first, strict=True)] == [True] * 14, first
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_script_module_is_refused_as_such(ranks: Ranks) -> None:
+    def work() -> list[str]:
+        scripted = torch.jit.script(nn.Linear(2, 2))
+        return [refused(scripted), refused(nn.Sequential(scripted), auto_wrap_min_params=0)]
+
+    text = "is a ScriptModule, in which fsdp2 can't put shards; wrap the Python module that it was made of"
+    assert ranks(work) == [[f"'the model' {text}", f"'0' {text}"]] * 2
+
+
 def test_settings_that_contradict_each_other_are_no_config() -> None:
     with pytest.raises(ConfigError, match="hybrid_shard_size = 2 is in vain with sharding = 'full'"):
         DistributedConfig(fsdp2_hybrid_shard_size=2)
