@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 
 from parallel_core import ranks
 from parallel_core.dtypes import dtype_name
@@ -46,10 +44,6 @@ def problems(
         one_dtype: whether all parameters of a unit must have one dtype; otherwise those that train must.
         contiguous: whether a parameter must be contiguous.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel | DistributedDataParallel | FSDPModule):
-            yield f"{name or 'the model'!r} is a {type(module).__name__} already; pass the bare model"
-            return
     root = unwrapped(model)
     if not has_forward(root):
         yield f"the model is a {type(root).__name__}, which has no forward; wrap the module that calls its parts"

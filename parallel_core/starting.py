@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from parallel_core import ranks
@@ -16,7 +18,7 @@ from parallel_core.filling import check_no_copies
 from parallel_core.hookspecs import StateDictType
 from parallel_core.meta import MetaStart
 from parallel_core.meta_model import check_start, meta_tensors
-from parallel_core.names import uncompiled
+from parallel_core.names import bare_modules, uncompiled
 from parallel_core.outlines import entries_to_load
 from parallel_core.record import Layout, find_record
 from parallel_core.state_dicts import check_model_state_dict, named
@@ -90,20 +92,33 @@ def checked_layout(model: nn.Module) -> Layout:
     """Return the layout of a bare model.
 
     Raises:
-        WrapError: it is no module, it is wrapped already, its class hides some of its parts, or it has parameters or
-            buffers without a shape.
+        WrapError: it is no module, it is wrapped already, by torch too, its class hides some of its parts, or it has
+            parameters or buffers without a shape.
     """
     if not isinstance(model, nn.Module):
         raise WrapError(f"expected a torch.nn.Module to wrap, found {type(model).__name__}")
     record = find_record(model)
     if record is not None:
         raise WrapError(f"this model is wrapped already, by strategy {record.strategy}; wrap the bare model, once")
+    _check_not_in_parallel(model)
     _check_shows_all(model)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     lazy = [name for name, tensor in tensors.items() if is_lazy(tensor)]
     if lazy:
         raise WrapError(f"{named('not initialized yet', lazy)}; run the bare model once, so that they get their shapes")
     return Layout.of(model)
+
+
+def _check_not_in_parallel(model: nn.Module) -> None:
+    """Refuse a model with a part that torch runs in parallel already: two would reduce its gradients, or name them."""
+    kinds: tuple[type, ...] = (DistributedDataParallel, DataParallel)
+    # It takes a second to import; where nobody has done so, nothing is sharded.
+    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
+        kinds = (*kinds, fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    for _, path, module in bare_modules(model):
+        if isinstance(module, kinds):
+            where = repr(path.removesuffix(".")) if path else "the model"
+            raise WrapError(f"{where} is a {type(module).__name__} already; pass the bare model")
 
 
 def _check_shows_all(model: nn.Module) -> None:

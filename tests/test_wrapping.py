@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import parallel_core
 from parallel_core import WrapError, wrap_model_for_training, wrap_optimizer
@@ -454,6 +455,21 @@ def test_a_model_with_a_wrapped_part_is_refused(on_ranks: OnRanks, *, in_place: 
             "pass each wrapped part alone"
         ),
     )
+
+
+@pytest.mark.parametrize(
+    ("wrap", "kind"),
+    [
+        (nn.parallel.DistributedDataParallel, "DistributedDataParallel"),
+        (nn.DataParallel, "DataParallel"),
+        (lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")), "FullyShardedDataParallel"),
+        (fully_shard, "FSDPLinear"),
+    ],
+)
+def test_what_torch_runs_in_parallel_already_is_refused(on_ranks: OnRanks, wrap: Any, kind: str) -> None:
+    text = f"is a {kind} already; pass the bare model"
+    assert refused_models(on_ranks, lambda: wrap(nn.Linear(2, 2))) == f"the model {text}"
+    assert refused_models(on_ranks, lambda: nn.Sequential(wrap(nn.Linear(2, 2)), nn.ReLU())) == f"'0' {text}"
 
 
 def test_what_is_no_module_is_refused(on_ranks: OnRanks) -> None:
