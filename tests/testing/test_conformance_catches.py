@@ -8,13 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from xml.etree import ElementTree as ET
 
 import pytest
 
 from parallel_core.hookspecs import ENTRY_POINT_GROUP
-from parallel_core.testing.conformance import StrategyConformance
+from parallel_core.testing.conformance import Capability, StrategyConformance
 from tests.commands import SUITE_LIMIT, clean_environment
 
 MODULE = "broken_strategies"
@@ -249,15 +249,69 @@ def test_a_broken_strategy_fails_what_follows_from_it_and_nothing_else(all_resul
     assert failed.keys() == fault.expected, "\n\n".join(unexpected)
 
 
-def test_options_under_the_names_of_a_config_file_are_refused_where_they_are_declared() -> None:
-    with pytest.raises(TypeError, match=r"without the strategy's prefix, found \['sound_twice'\]"):
-        type("TestSound", (StrategyConformance,), {"strategy": "sound", "options": {"sound_twice": True}})
+@pytest.mark.parametrize(
+    ("declared", "problem"),
+    [
+        (
+            {"options": {"sound_twice": True}},
+            "options: expected names of settings without the strategy's prefix, found",
+        ),
+        ({"options": ["twice"]}, "options: expected a dict, found ['twice']"),
+        ({"options_for": {"blocks": {"sound_x": 1}}}, "options_for['blocks']: expected names of settings without the"),
+        ({"options_for": {"block": {}}}, "options_for: expected names of cases, found ['block']; cases are blocks, "),
+        ({"models": ["block"]}, "models: expected names of cases, found ['block']; cases are blocks, "),
+        ({"models": "blocks"}, "models: expected a list of names of cases, found 'blocks'"),
+        ({"models": ()}, "models: expected a list of names of cases, found ()"),
+        ({"refuses": {"block": "it"}}, "refuses: expected names of cases, found ['block']; cases are blocks, "),
+        ({"refuses": {"frozen": "("}}, "refuses['frozen']: expected a regular expression, found '(' (missing ), "),
+        ({"world_sizes": (1,)}, "world_sizes: expected a tuple of integers, each at least 2, found (1,)"),
+        ({"world_sizes": 2}, "world_sizes: expected a tuple of integers, each at least 2, found 2"),
+        ({"lacks": [Capability.SHARDING]}, "lacks: expected a dict, found [<Capability.SHARDING: "),
+        (
+            {"lacks": {"SHARDING": "it"}},
+            "lacks: expected members of Capability, found 'SHARDING'; its members are SAME_",
+        ),
+        ({"lacks": {Capability.SHARDING: " "}}, "lacks: expected the reason why it lacks SHARDING, found ' '"),
+        ({"lack": {Capability.SHARDING: "it"}}, "lack: no attribute of a declaration; did you mean 'lacks'?"),
+        ({"strategy": None}, "strategy: expected its name, found None"),
+    ],
+)
+def test_a_declaration_that_cannot_be_is_refused_where_it_is_made(declared: dict[str, Any], problem: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        type("TestSound", (StrategyConformance,), {"strategy": "sound", **declared})
+    head, *problems = str(caught.value).split("\n  - ")
+    assert head == "TestSound declares what can't be:"
+    assert [each[: len(problem)] for each in problems] == [problem]
 
 
-@pytest.mark.parametrize("attribute", ["models", "refuses", "options_for"])
-def test_a_case_that_there_is_not_is_refused_where_it_is_declared(attribute: str) -> None:
-    with pytest.raises(TypeError, match=r"^TestSound: expected names of cases, found \['block'\]; cases are blocks, "):
-        type("TestSound", (StrategyConformance,), {"strategy": "sound", attribute: {"block": {}}})
+def test_all_that_is_wrong_with_a_declaration_is_told_at_once() -> None:
+    with pytest.raises(TypeError) as caught:
+        type("TestSound", (StrategyConformance,), {"strategy": "sound", "world_sizes": 2, "models": (), "refuse": {}})
+    assert len(str(caught.value).splitlines()) == 4
+
+
+def test_what_is_no_data_may_have_a_name_like_that_of_a_declaration() -> None:
+    names = {"model": pytest.fixture(lambda self: None), "world_size": property(lambda self: 2), "mine": 1}
+    type("TestSound", (StrategyConformance,), {"strategy": "sound", **names})
+
+
+def test_a_suite_that_names_no_strategy_is_refused_once(tmp_path: Path) -> None:
+    suite = tmp_path / "test_suite.py"
+    suite.write_text(
+        "from parallel_core.testing.conformance import StrategyConformance\n\n"
+        "class TestNone(StrategyConformance):\n    pass\n",
+        encoding="utf-8",
+    )
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path, suite],
+        capture_output=True,
+        encoding="utf-8",
+        env=clean_environment(),
+        timeout=SUITE_LIMIT,
+        check=False,
+    )
+    assert "1 error in" in run.stdout, run.stdout
+    assert "\nTestNone names no strategy; set `strategy` to its name, or `__test__ = False` where" in run.stdout
 
 
 def test_no_more_cases_are_tried_than_are_declared() -> None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from parallel_core import DistributedConfig
+from parallel_core.testing.conformance.declaration_checks import declaration_problems
 from parallel_core.testing.models import CASES
 
 #: Cases whose state lies in different ways: in units, tied, smaller than the ranks are many, frozen, in buffers.
@@ -53,15 +54,10 @@ class Declaration:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        prefix = f"{getattr(cls, 'strategy', '')}_"
-        prefixed = [
-            name for names in (cls.options, *cls.options_for.values()) for name in names if name.startswith(prefix)
-        ]
-        if prefixed:
-            raise TypeError(f"{cls.__name__}: options are written without the strategy's prefix, found {prefixed}")
-        unknown = sorted({*cls.options_for, *cls.models, *cls.refuses} - set(CASES))
-        if unknown:
-            raise TypeError(f"{cls.__name__}: expected names of cases, found {unknown}; cases are {', '.join(CASES)}")
+        attributes = {name: getattr(cls, name) for name in Declaration.__annotations__ if hasattr(cls, name)}
+        problems = list(declaration_problems(vars(cls), attributes, Capability))
+        if problems:
+            raise TypeError("\n  - ".join([f"{cls.__name__} declares what can't be:", *problems]))
 
     @classmethod
     def config(cls, case: str | None = None, **settings: Any) -> DistributedConfig:
@@ -105,7 +101,16 @@ class Declaration:
         return {case.name: cls.config(case.name) for case in found}
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Give a clause the refusals and numbers of ranks that the class declares."""
+        """Give a clause the refusals and numbers of ranks that the class declares.
+
+        Raises:
+            CollectError: the class is a suite, and names no strategy.
+        """
+        if not hasattr(metafunc.cls, "strategy"):
+            raise pytest.Collector.CollectError(
+                f"{metafunc.cls.__name__} names no strategy; set `strategy` to its name, or `__test__ = False` where "
+                f"other classes inherit from this one"
+            )
         for name, declared in {"refused": metafunc.cls.refuses, "world_size": metafunc.cls.world_sizes}.items():
             if name in metafunc.fixturenames:
                 metafunc.parametrize(name, list(declared))
