@@ -208,6 +208,17 @@ def test_a_broken_strategy_fails_what_it_breaks(results: Results, strategy: str)
     assert results.failed[strategy].keys() == {FAULTS[strategy].breaks}
 
 
+def test_a_strategy_that_reduces_under_no_sync_is_told_what_to_declare(results: Results) -> None:
+    (message,) = results.failed["IgnoresNoSync"].values()
+    assert "a backward pass under no_sync reduces between ranks; if it has to, declare it: lacks = " in message
+
+
+def test_a_strategy_whose_backward_reduces_nothing_is_told_what_to_declare(site: Path) -> None:
+    found = run_kit(site, {"KeepsGradientsToItself": ["accumulates_in_silence"]})
+    message = found.failed["KeepsGradientsToItself"]["accumulates_in_silence"]
+    assert "no backward pass reduces between ranks; if that is done elsewhere, in the step say, declare it: " in message
+
+
 @pytest.mark.parametrize(
     ("strategy", "clause", "verdict"),
     [

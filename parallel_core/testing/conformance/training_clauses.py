@@ -124,9 +124,10 @@ class TrainingClauses(Declaration):
                 silent = reductions(run)
             return [silent, reductions(run)]
 
+        advice = "declare it: lacks = {Capability.QUIET_ACCUMULATION: reason}"
         for silent, loud in ranks(work):
-            assert silent == []
-            assert loud != []
+            assert silent == [], f"a backward pass under no_sync reduces between ranks; if it has to, {advice}"
+            assert loud, f"no backward pass reduces between ranks; if that is done elsewhere, in the step say, {advice}"
 
     def test_no_sync_ends_with_its_block(self, ranks: Ranks) -> None:
         """After an exception under no_sync, the next step is one that communicates."""
