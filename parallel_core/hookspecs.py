@@ -212,8 +212,9 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> torch
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Return a context manager under which backward passes accumulate gradients without communication.
 
-    Must: make the next backward pass outside of it complete the mean over ranks of the sum; restore what it changed
-    after an exception too. Returns: by default a context manager that does nothing.
+    When: their forward passes are under it too. Must: make the next backward pass outside of it complete the mean over
+    ranks of the sum; restore what it changed after an exception too. Returns: by default a context manager that does
+    nothing.
     """
 
 
