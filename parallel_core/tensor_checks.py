@@ -50,7 +50,7 @@ def tensor_problems(model: nn.Module) -> Iterator[str]:
     if with_gradient is not None:
         yield (
             f"parameter {with_gradient!r} has a gradient already, which the ranks have not averaged; call "
-            f"zero_grad() before the wrap"
+            f"zero_grad(set_to_none=True) before the wrap"
         )
 
 

@@ -183,7 +183,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, record: 
     if strangers:
         raise WrapError(
             f"{strangers} of the {len(held)} parameters of the optimizer are not the model's; make it from the "
-            f"parameters of the wrapped model, after wrap_model_for_training"
+            f"parameters of the wrapped model, after wrap_model_for_training; to train two models with it, wrap one "
+            f"module that has both"
         )
 
 

@@ -34,6 +34,16 @@ def test_a_sparse_an_expanded_and_a_trained_tensor_are_named() -> None:
     ]
 
 
+def test_a_gradient_of_zeros_is_one_and_the_advice_takes_it_away() -> None:
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    model.zero_grad(set_to_none=False)
+    (found,) = tensor_problems(model)
+    assert found.endswith("; call zero_grad(set_to_none=True) before the wrap")
+    model.zero_grad(set_to_none=True)
+    assert list(tensor_problems(model)) == []
+
+
 def test_what_was_made_for_inference_and_a_wrap_for_it_are_named() -> None:
     with torch.inference_mode():
         model = nn.Linear(2, 2)

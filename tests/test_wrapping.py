@@ -659,7 +659,7 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
         wrap_optimizer(model, optimizer)
     assert str(caught.value) == (
         "2 of the 6 parameters of the optimizer are not the model's; make it from the parameters of the wrapped model, "
-        "after wrap_model_for_training"
+        "after wrap_model_for_training; to train two models with it, wrap one module that has both"
     )
 
 
