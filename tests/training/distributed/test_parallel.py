@@ -70,7 +70,8 @@ def test_mixed_precision_is_one_of_three(precision: str) -> None:
     [
         ("bf61", "found 'bf61'; did you mean 'bf16'?"),
         ("FP32", "found 'FP32'; did you mean 'fp32'?"),
-        ("float32", "found 'float32'"),
+        ("float32", "found 'float32'; did you mean 'fp32'?"),
+        ("int8", "found 'int8'"),
         ("", "found ''"),
         (None, "found None"),
         (16, "found 16"),
