@@ -136,8 +136,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) ->
         The norm before clipping: a plain tensor without dimensions, the same on every rank.
 
     Raises:
-        TrainingError: gradients were accumulated under `no_sync` and never synchronised; or one of the two is no such
-            number.
+        TrainingError: gradients were accumulated under `no_sync` and never synchronised, or are sparse; or one of the
+            two is no such number.
     """
     limit, power = _number("max_norm", max_norm), _number("norm_type", norm_type)
     if limit < 0:
