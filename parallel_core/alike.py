@@ -125,10 +125,8 @@ def _told_differences(first: dict[str, str], other: dict[str, str], index: int) 
 
 
 def _state_differences(first: tuple[str, ...], other: tuple[str, ...], index: int) -> Iterator[str]:
-    for name in dict.fromkeys((*first, *other)):
-        if (name in first) != (name in other):
-            there, lacking = (0, index) if name in first else (index, 0)
-            yield f"the optimizer has {name} on rank {there}, and not on rank {lacking}"
+    for name, there, lacking in _of_one_alone(first, other, index):
+        yield f"the optimizer has {name} on rank {there}, and not on rank {lacking}"
 
 
 def meta_differences(first: dict[str, str], other: dict[str, str], index: int) -> Iterator[str]:
@@ -139,10 +137,16 @@ def meta_differences(first: dict[str, str], other: dict[str, str], index: int) -
 
 
 def unit_differences(first: tuple[str, ...], other: tuple[str, ...], index: int) -> Iterator[str]:
+    for name, there, lacking in _of_one_alone(first, other, index):
+        yield f"{name!r} is a unit on rank {there}, and none on rank {lacking}"
+
+
+def _of_one_alone(first: tuple[str, ...], other: tuple[str, ...], index: int) -> Iterator[tuple[str, int, int]]:
+    """Yield the names that one of two ranks has, the rank that has it, and the one that lacks it."""
     for name in dict.fromkeys((*first, *other)):
         if (name in first) != (name in other):
             there, lacking = (0, index) if name in first else (index, 0)
-            yield f"{name!r} is a unit on rank {there}, and none on rank {lacking}"
+            yield name, there, lacking
 
 
 def layout_differences(first: Layout, other: Layout, index: int) -> Iterator[str]:

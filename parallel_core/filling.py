@@ -8,7 +8,7 @@ from torch import nn
 from parallel_core.errors import StateDictError, WrapError
 from parallel_core.hookspecs import StateDictType
 from parallel_core.meta_model import meta_tensors
-from parallel_core.record import Record, bare_state, inner_module, spec_of
+from parallel_core.record import Record, bare_state, has_extra_state, inner_module, spec_of
 from parallel_core.state_dicts import named
 from parallel_core.tensors import entry, storage
 
@@ -37,7 +37,7 @@ def check_extra_state(model: nn.Module) -> None:
         StateDictError: a module fails to give it, or it can't be copied.
     """
     for module in inner_module(model).modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
+        if has_extra_state(module):
             try:
                 value = module.get_extra_state()
             except Exception as error:  # it is the user's own

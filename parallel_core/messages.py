@@ -21,7 +21,6 @@ _MARK = b"core"  # its first ones: a rank that is elsewhere in its program may h
 _LENGTH = 4  # the next ones, for the length
 _HEADER = len(_MARK) + _LENGTH
 
-
 _ELSEWHERE = (
     "the ranks are not at the same call: what came from another rank is no answer to this one; every rank must make "
     "every call of parallel_core, in the same order (none of them under `if rank == 0`), and take the same steps"

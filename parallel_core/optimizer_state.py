@@ -41,6 +41,19 @@ def named_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torc
     Raises:
         StateDictError: it is no optimizer, or it holds a parameter that is not among them.
     """
+    name_of = _names_of(optimizer, parameters)
+    return [
+        {
+            key: [name_of[parameter] for parameter in value] if key == "params" else copy.deepcopy(value)
+            for key, value in group.items()
+            if key != "param_names"  # torch's own names, where named_parameters() was passed: they are the wrapper's
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _names_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, str]:
+    """Return the names of the model's parameters; refuses an optimizer that holds others, as `named_groups` says."""
     if not hasattr(optimizer, "param_groups"):  # one of a user's own need not be torch's
         raise StateDictError(f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
     name_of = {parameter: name for name, parameter in parameters.items()}
@@ -50,14 +63,7 @@ def named_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torc
             f"the optimizer holds {len(strangers)} parameters that are not the model's (the first has the shape "
             f"{list(strangers[0])}); make the optimizer from the parameters of the wrapped model"
         )
-    return [
-        {
-            key: [name_of[parameter] for parameter in value] if key == "params" else copy.deepcopy(value)
-            for key, value in group.items()
-            if key != "param_names"  # torch's own names, where named_parameters() was passed: they are the wrapper's
-        }
-        for group in optimizer.param_groups
-    ]
+    return name_of
 
 
 def check_has_names(optimizer: torch.optim.Optimizer) -> None:
@@ -75,11 +81,12 @@ def check_has_names(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_copies(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Refuse an optimizer that has a value that can't be copied, before other ranks wait for this one.
+    """Refuse an optimizer that has an option or a value that can't be copied, before other ranks wait for this one.
 
     Raises:
         StateDictError: it has one.
     """
+    named_groups(optimizer, parameters)
     for parameter in parameters.values():
         for value in optimizer.state.get(parameter, {}).values():
             if not isinstance(value, torch.Tensor):
@@ -87,8 +94,12 @@ def check_copies(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torc
 
 
 def optimizer_told(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return in words what must be alike on all ranks: the kind, and the place of each of the model's parameters."""
-    names = {parameter: name for name, parameter in parameters.items()}
+    """Return in words what must be alike on all ranks: the kind, and the place of each of the model's parameters.
+
+    Raises:
+        StateDictError: as `named_groups`.
+    """
+    names = _names_of(optimizer, parameters)
     told = {"the optimizer": type(optimizer).__name__}
     told |= {f"the place of {name!r} in the optimizer": "none" for name in parameters}
     for index, group in enumerate(optimizer.param_groups):

@@ -19,6 +19,7 @@ from parallel_core.state_dicts import Verdict, agree_on, describe, entries_numbe
 from parallel_core.tensors import is_dtensor
 
 Groups = Sequence[Mapping[str, Any]]
+Kept = Sequence[tuple[str, dict[str, Kind]]]  # by the parameter's name and the key
 
 
 class Wanted(NamedTuple):
@@ -100,13 +101,14 @@ def optimizer_problems(wanted: Wanted, state_dict: Any) -> Iterator[str]:
     yield from group_problems
     if not is_of_torch(wanted.optimizer):
         return
-    if not group_problems:
-        group_problems = list(_option_problems(groups, saved))
-        yield from group_problems
-        yield from _missed(wanted, saved, state)
     told = dict(_shape_problems(layout, state))
     if not group_problems:
-        told |= {where: text for where, text in _kind_problems(wanted, saved, state) if where not in told}
+        kept = list(_kept(wanted, saved, state))
+        option_problems = list(_option_problems(groups, saved))
+        yield from option_problems
+        yield from _missed(wanted.optimizer, kept, state)
+        if not option_problems:
+            told |= {where: text for where, text in _kind_problems(layout, kept, state) if where not in told}
     yield from (f"{where}: {text}" for where, text in told.items())
 
 
@@ -122,7 +124,8 @@ def _group_problems(optimizer: torch.optim.Optimizer, own: Groups, saved: Groups
         if extra:
             yield named(f"group {index} of the state dict has parameters that the optimizer's lacks", extra)
         if options := [key for key in group if key not in other]:
-            options = [key for key in options if key not in gained_options(optimizer, other)]
+            gained = gained_options(optimizer, other)
+            options = [key for key in options if key not in gained]
         if options:
             yield named(f"group {index} of the state dict lacks options; it is another kind of optimizer's", options)
 
@@ -136,26 +139,26 @@ def _option_problems(own: Groups, saved: Groups) -> Iterator[str]:
                 yield f"group {index}, {key!r}: expected {len(group[key])} numbers, found {other[key]!r:.80}"
 
 
-def _missed(wanted: Wanted, saved: Groups, state: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _missed(optimizer: torch.optim.Optimizer, kept: Kept, state: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yield what the next step would look for and not find."""
     lacking: dict[frozenset[str], list[str]] = {}
-    for name, kinds in _kept(wanted, saved, state):
+    for name, kinds in kept:
         if missing := frozenset(kinds).difference(state[name]):
             lacking.setdefault(missing, []).append(name)
     for keys, names in lacking.items():
         yield named(
-            f"state without {', '.join(map(repr, sorted(keys)))}, which {type(wanted.optimizer).__name__} keeps; it is "
+            f"state without {', '.join(map(repr, sorted(keys)))}, which {type(optimizer).__name__} keeps; it is "
             f"another optimizer's, or from a strategy that shows parameters in other shapes",
             names,
         )
 
 
-def _kind_problems(wanted: Wanted, saved: Groups, state: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def _kind_problems(layout: Layout, kept: Kept, state: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield what the next step could not compute with: where it stands, and what is wrong."""
-    for name, kinds in _kept(wanted, saved, state):
+    for name, kinds in kept:
         for key, kind in kinds.items():
             value = state[name].get(key)
-            if key in state[name] and (expected := _expected(kind, value, wanted.layout.entries.get(name), key)):
+            if key in state[name] and (expected := _expected(kind, value, layout.entries.get(name), key)):
                 found = describe(value) if isinstance(value, torch.Tensor) else f"{value!r:.80}"
                 yield f"{name!r}, {key!r}", f"expected {expected}, found {found}"
 

@@ -36,6 +36,7 @@ __all__ = [
     "bare_shapes",
     "bare_state",
     "find_record",
+    "has_extra_state",
     "inner_module",
     "layout_of",
     "parameter_names",
@@ -200,6 +201,11 @@ def bare_state(model: nn.Module) -> dict[str, Any]:
     """Return a bare model's state dict, sharing memory, under names without the wrappers of `torch.compile`."""
     bare = bare_names(model)
     return {bare(key): value for key, value in model.state_dict(keep_vars=True).items()}
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """Return whether a module has something to say in a state dict beside its tensors: `get_extra_state` is its own."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def layout_of(model: nn.Module) -> Layout:

@@ -17,13 +17,7 @@ from parallel_core.answering import settled
 from parallel_core.errors import StateDictError, StrategyError
 from parallel_core.filling import check_can_be_filled, check_can_be_read, check_extra_state
 from parallel_core.hookspecs import StateDictType
-from parallel_core.optimizer_state import (
-    check_copies,
-    check_has_names,
-    named_groups,
-    optimizer_told,
-    sharded_entries,
-)
+from parallel_core.optimizer_state import check_copies, check_has_names, optimizer_told, sharded_entries
 from parallel_core.optimizer_state_dicts import Wanted, check_optimizer_state_dict
 from parallel_core.outlines import entries_to_load
 from parallel_core.record import bare_parameters, layout_of
@@ -133,10 +127,9 @@ def optimizer_state_dict(
         kind = parse_state_dict_type(state_dict_type)
         _, strategy, model = settled(model)
         layout, parameters = layout_of(model), bare_parameters(model)
-        named_groups(optimizer, parameters)  # raises what speaks against it
+        told = {"state_dict_type": kind.value, "the strategy": str(strategy)} | optimizer_told(optimizer, parameters)
         check_has_names(optimizer)
         check_copies(optimizer, parameters)
-        told = {"state_dict_type": kind.value, "the strategy": str(strategy)} | optimizer_told(optimizer, parameters)
         call.mine = Call(told, layout, sharded_entries(optimizer, parameters))
     check_calls_alike(call.by_rank)
     return strategy.optimizer_state_dict(model, optimizer, kind)
@@ -164,7 +157,6 @@ def load_optimizer_state_dict(
         kind = parse_state_dict_type(state_dict_type)
         _, strategy, model = settled(model)
         layout, parameters = layout_of(model), bare_parameters(model)
-        named_groups(optimizer, parameters)  # raises what speaks against it
         told = {"state_dict_type": kind.value, "the strategy": str(strategy)} | optimizer_told(optimizer, parameters)
         call.mine = Call(told, layout)
     check_calls_alike(call.by_rank)

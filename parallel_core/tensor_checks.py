@@ -90,9 +90,8 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if one.itemsize != other.itemsize or (one.is_contiguous() and other.is_contiguous()):
         return True
-    taken = torch.zeros(
-        max(end, other_end) // one.itemsize, dtype=torch.bool, device="cpu"
-    )  # whatever the default device is
+    size = max(end, other_end) // one.itemsize
+    taken = torch.zeros(size, dtype=torch.bool, device="cpu")  # whatever the default device is
     taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
     return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 

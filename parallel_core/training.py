@@ -24,7 +24,7 @@ from parallel_core.optimizer_state import optimizer_told, options_told
 from parallel_core.record import Record, attach, bare_parameters
 from parallel_core.report import measured_report
 from parallel_core.starting import FirstValues, start_bare
-from parallel_core.strategy import Strategy, bound_strategy
+from parallel_core.strategy import Strategy, bare_model_strategy, bound_strategy
 from parallel_core.wrapping import (
     check_not_forgotten,
     check_optimizer,
@@ -100,7 +100,7 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
             on another rank; the same error on every rank.
     """
     if is_bare(model):  # it may be one rank's own
-        record, strategy, _ = answering(model)
+        record, strategy = None, bare_model_strategy()
         check_optimizer(model, optimizer, record)
         if ranks.world_size() > 1:
             logger.warning(

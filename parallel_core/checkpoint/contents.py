@@ -18,7 +18,7 @@ from parallel_core.errors import CheckpointError, StrategyError
 from parallel_core.hookspecs import StateDictType
 from parallel_core.local_shards import LocalShard, Region
 from parallel_core.optimizer_state import named_groups
-from parallel_core.record import Layout, bare_parameters
+from parallel_core.record import Layout, bare_parameters, has_extra_state
 from parallel_core.state_dicts import named
 from parallel_core.strategy import Strategy
 from parallel_core.tensors import is_dtensor
@@ -103,7 +103,7 @@ def modules_with_extra_state(model: nn.Module, layout: Layout) -> list[tuple[str
 
     def walk(module: nn.Module) -> Iterator[nn.Module]:
         # As often as it stands in the model, and in the state dict's order, whatever wrappers are around it.
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
+        if has_extra_state(module):
             yield module
         for child in module._modules.values():
             if child is not None:

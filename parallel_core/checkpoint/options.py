@@ -19,7 +19,7 @@ from parallel_core.checkpoint.tensor_bytes import dtype_named
 from parallel_core.dtypes import dtype_name
 from parallel_core.errors import CheckpointError
 from parallel_core.hookspecs import StateDictType
-from parallel_core.optimizer_state import named_groups, optimizer_told
+from parallel_core.optimizer_state import optimizer_told
 from parallel_core.record import Layout, bare_parameters
 from parallel_core.state_dicts import parse_state_dict_type
 
@@ -100,9 +100,7 @@ def places_of(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> dict
     """
     if optimizer is None:
         return {}
-    parameters = bare_parameters(model)
-    named_groups(optimizer, parameters)  # raises what speaks against it
-    told = optimizer_told(optimizer, parameters)
+    told = optimizer_told(optimizer, bare_parameters(model))
     return {name: place for name, place in told.items() if name != "the optimizer"}
 
 

@@ -303,7 +303,8 @@ def test_all_that_is_wrong_with_a_declaration_is_told_at_once() -> None:
 
 def test_what_is_no_data_may_have_a_name_like_that_of_a_declaration() -> None:
     names = {"model": pytest.fixture(lambda self: None), "world_size": property(lambda self: 2), "mine": 1}
-    type("TestSound", (StrategyConformance,), {"strategy": "sound", **names})
+    declared: Any = type("TestSound", (StrategyConformance,), {"strategy": "sound", **names})
+    assert [declared.strategy, declared.mine] == ["sound", 1]
 
 
 def test_a_suite_that_names_no_strategy_is_refused_once(tmp_path: Path) -> None:

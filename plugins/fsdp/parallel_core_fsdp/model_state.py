@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from parallel_core import StateDictType, ranks, tensors
 from parallel_core.names import bare_modules, bare_names
-from parallel_core.record import bare_state, parameter_names
+from parallel_core.record import bare_state, has_extra_state, parameter_names
 from parallel_core_fsdp.stepping import prepare
 
 
@@ -104,5 +104,5 @@ def buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for _, path, module in bare_modules(model, is_wrapper):
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
+        if has_extra_state(module):
             yield f"{path}_extra_state", module
